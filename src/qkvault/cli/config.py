@@ -1,0 +1,77 @@
+"""``qkvault config``: show what is in force and where it came from, check a file, print the schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qkvault.cli.output import JsonOption, print_json, print_table
+from qkvault.errors import ConfigError
+
+app = typer.Typer(help="Show and check settings.", no_args_is_help=True)
+
+FileOption = Annotated[
+    Path | None, typer.Option("--file", "-f", help="Settings in YAML, instead of what QKVAULT_CONFIG names.")
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting; repeatable.")]
+
+
+@app.command()
+def show(*, file: FileOption = None, settings: SetOption = None, as_json: JsonOption = False) -> None:
+    """Print every setting in force, and where its value came from."""
+    from qkvault.config import load
+    from qkvault.units import format_size
+
+    loaded = load(file, cli=_split(settings or []))
+    values = {name: getattr(loaded.config, name) for name in loaded.sources}
+    if as_json:
+        print_json({name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()})
+        return
+    rows = []
+    for name, value in values.items():
+        shown = format_size(value) if name.endswith("_bytes") else "" if value is None else str(value)
+        rows.append((name, shown.lower() if isinstance(value, bool) else shown, loaded.sources[name]))
+    print_table(("setting", "value", "source"), rows)
+
+
+@app.command()
+def validate(file: Annotated[Path, typer.Argument(help="Settings in YAML.")], *, as_json: JsonOption = False) -> None:
+    """Check a file by itself, without the environment. Exit code 2 if something is wrong."""
+    from qkvault.config import DEFAULT, load
+
+    sources = load(file, env={}).sources
+    names = [name for name, source in sources.items() if source != DEFAULT]
+    if as_json:
+        print_json({"file": str(file), "settings": names})
+    else:
+        typer.echo(f"{file}: fine, sets {', '.join(names) or 'nothing'}")
+
+
+@app.command()
+def schema(*, as_json: JsonOption = False) -> None:
+    """Print what can be set: a page, or JSON Schema for editors."""
+    import msgspec
+
+    from qkvault.config import Config, schema_markdown
+
+    if not as_json:
+        typer.echo(schema_markdown(), nl=False)
+        return
+    page = msgspec.json.schema(Config)["$defs"]["Config"]
+    for name, field in page["properties"].items():
+        if name.endswith(("_bytes", "_seconds")):
+            field["type"] = [field["type"], "string"]  # "8GiB", "500ms"
+    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **page})
+
+
+def _split(settings: list[str]) -> dict[str, str]:
+    pairs = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            msg = f"--set {setting!r}: expected NAME=VALUE"
+            raise ConfigError(msg)
+        pairs[name.strip()] = value
+    return pairs

@@ -1,0 +1,31 @@
+"""What commands share: the --json option, and tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Final
+
+import typer
+
+PIPE_COLUMNS: Final = 1000  # the program behind a pipe reads lines: none is broken
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def print_json(value: object) -> None:
+    """Write ``value`` to stdout as JSON, and nothing else."""
+    import json
+
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Write a table to stdout. Cells are shown as they are; none is markup."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)

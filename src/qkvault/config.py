@@ -1,0 +1,382 @@
+"""The one schema of all settings, and how a value gets there. Environment, file, vLLM and pages come from this class.
+
+A later source wins: default, then the YAML file, then ``QKVAULT_*`` of the environment, then ``qkvault.*`` of vLLM's
+``kv_connector_extra_config``, then the command line. Nothing is guessed: an unknown key or a value that cannot be read
+is a ConfigError that names the key, the value and where it came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Final, Literal, NamedTuple, get_args
+
+import msgspec
+from msgspec import Meta
+
+from qkvault.errors import ConfigError
+from qkvault.types import GRAIN_TOKENS
+from qkvault.units import GIB, format_size, parse_bool, parse_duration, parse_int, parse_size
+
+ENV_PREFIX: Final = "QKVAULT_"
+ENV_FILE: Final = "QKVAULT_CONFIG"
+VLLM_PREFIX: Final = "qkvault."
+DEFAULT: Final = "default"
+CACHE_POLICIES: Final = ("fifo", "lfu", "lru", "mru")  # a test holds them against qkvault.policies, a layer above
+
+_TCP: Final = re.compile(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
+_UNIX_PATH_BYTES: Final = 107  # of sockaddr_un, without its terminating zero
+# What Kubernetes puts into every container's environment for a Service called qkvault or qkvault-*.
+_SERVICE_LINK: Final = re.compile(r"QKVAULT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_\w+)?)")
+
+# Keys that users of LMCache know: what ours is called (None: there is none), and what else differs.
+LMCACHE_KEYS: Final[dict[str, tuple[str | None, str]]] = {
+    "lmcache_instance_id": ("instance_id", ""),
+    "local_cpu": ("hot_cache", ""),
+    "max_local_cpu_size": ("ram_bytes", "in bytes, where theirs was in GB: 5.0 becomes 5GiB"),
+    "local_disk": ("disk_path", "a plain path, without file://"),
+    "max_local_disk_size": ("disk_bytes", "in bytes, where theirs was in GB: 5.0 becomes 5GiB"),
+    "save_unfull_chunk": ("save_partial_chunks", ""),
+    "save_decode_cache": ("save_decode", ""),
+    "pre_caching_hash_algorithm": ("hash_algorithm", ""),
+    "min_retrieve_tokens": ("min_hit_tokens", ""),
+    "pin_timeout_sec": ("lease_seconds", ""),
+    "blocking_timeout_secs": ("load_deadline_seconds", ""),
+    **dict.fromkeys(("remote_url", "remote_serde", "enable_p2p", "enable_pd", "pd_role"), (None, "")),
+    **dict.fromkeys(("enable_blending", "use_layerwise", "enable_controller", "extra_config"), (None, "")),
+    **dict.fromkeys(("enable_async_loading", "lookup_timeout_ms", "pin_check_interval_sec"), (None, "")),
+    **dict.fromkeys(("enable_kv_events", "py_enable_gc", "error_handling"), (None, "")),
+}
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings. Immutable; equal when every setting is. Raises ConfigError if a setting is impossible.
+
+    The suffix of a name is its unit; ``_bytes`` and ``_seconds`` may be written as text ("8GiB", "500ms").
+    """
+
+    instance_id: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{1,64}$",
+            description="Name of this cache: engines of one process that give the same name share one cache.",
+        ),
+    ] = "default"
+    chunk_size: Annotated[
+        int,
+        Meta(ge=1, multiple_of=GRAIN_TOKENS, description="Tokens in a chunk, the unit of storage and transfer."),
+    ] = 256
+    hash_algorithm: Annotated[
+        Literal["sha256", "blake3", "builtin"],
+        Meta(
+            description="How token chunks are named. `builtin` is Python's `hash`: for one process, or for several "
+            "with the same PYTHONHASHSEED."
+        ),
+    ] = "sha256"
+    ram_bytes: Annotated[int, Meta(ge=4096, description="Size of the pool in RAM.", examples=["8GiB", "500MB"])] = (
+        5 * GIB
+    )
+    cache_policy: Annotated[
+        str,
+        Meta(
+            description="Which chunk leaves first when room is needed: fifo, lfu, lru or mru, or `module.path:Class` "
+            "of a policy of your own.",
+            examples=["lru", "my.policies:Oldest"],
+        ),
+    ] = "lru"
+    hot_cache: Annotated[
+        bool, Meta(description="Keep chunks in RAM. Without it RAM keeps nothing that a lower tier holds.")
+    ] = True
+    start_frozen: Annotated[
+        bool, Meta(description="Start frozen: what is in RAM is served, nothing is stored or evicted.")
+    ] = False
+    prefault: Annotated[
+        bool, Meta(description="Touch all RAM at start, about half a second a GiB, so that no copy pays for it later.")
+    ] = True
+    disk_path: Annotated[
+        str | None, Meta(description="Directory of the disk tier. Empty: no disk tier.", examples=["/mnt/nvme/qkvault"])
+    ] = None
+    disk_bytes: Annotated[
+        int, Meta(ge=4096, description="Cap of the disk tier. Only with disk_path.", examples=["200GB", "1.5 TiB"])
+    ] = 50 * GIB
+    disk_workers: Annotated[int, Meta(ge=1, le=64, description="Threads that read and write the disk tier.")] = 4
+    disk_direct_io: Annotated[
+        bool, Meta(description="Pass the page cache by (O_DIRECT) where the file system can.")
+    ] = True
+    disk_keep: Annotated[
+        bool, Meta(description="Keep the disk tier's chunks at exit. Without it they are removed.")
+    ] = True
+    save_decode: Annotated[bool, Meta(description="Store generated tokens too, not only prompts.")] = True
+    save_partial_chunks: Annotated[
+        bool, Meta(description="Store the tail of a prompt, which fills less than a chunk.")
+    ] = True
+    min_hit_tokens: Annotated[int, Meta(ge=0, description="Hits shorter than this are not used.")] = 0
+    load_deadline_seconds: Annotated[
+        float,
+        Meta(gt=0, le=86400, description="A load that takes longer is a miss.", examples=["500ms", "10s"]),
+    ] = 10.0
+    lease_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86400,
+            description="How long a client that falls silent holds its chunks. At least load_deadline_seconds.",
+            examples=["60s", "2m"],
+        ),
+    ] = 60.0
+    address: Annotated[
+        str | None,
+        Meta(
+            description="Where the cache's server is. Empty: the cache lives in this process.",
+            examples=["unix:///run/qkvault.sock", "tcp://127.0.0.1:9400"],
+        ),
+    ] = None
+    model_revision: Annotated[
+        str, Meta(description="Generation of the weights, part of every key: change it after a weight update.")
+    ] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe message that is logged.")
+    ] = "info"
+    metrics: Annotated[bool, Meta(description="Count and export metrics.")] = True
+
+    def __post_init__(self) -> None:
+        """Refuse what the types allow and the cache cannot do. Raises ConfigError."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if expected := _problem(name, value):
+                msg = f"{name}={value!r}: {expected}"
+                raise ConfigError(msg)
+        if self.disk_path is None and self.disk_bytes != _FIELDS["disk_bytes"].default:
+            msg = f"disk_bytes={self.disk_bytes} is set, and disk_path is not: there is no disk tier to cap"
+            raise ConfigError(msg)
+        if self.lease_seconds < self.load_deadline_seconds:
+            msg = (
+                f"lease_seconds={self.lease_seconds:g} is less than load_deadline_seconds="
+                f"{self.load_deadline_seconds:g}: chunks could leave while they are being loaded"
+            )
+            raise ConfigError(msg)
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Settings, and where each came from: ``default``, ``file PATH``, ``env NAME``, ``vllm`` or ``cli``."""
+
+    config: Config
+    sources: dict[str, str]
+
+
+class _Setting(NamedTuple):
+    source: str
+    key: str  # as the user wrote it
+    name: str  # the field it should be
+    raw: object
+
+
+_FIELDS: Final = {field.name: field for field in msgspec.structs.fields(Config)}
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    vllm: Mapping[str, object] | None = None,
+    cli: Mapping[str, object] | None = None,
+) -> Loaded:
+    """Read all sources and merge them, the later argument over the earlier.
+
+    ``path`` is the YAML file; without it, the one that ``QKVAULT_CONFIG`` names, if any. ``env`` stands for
+    ``os.environ``. Of ``vllm`` (``kv_connector_extra_config``) only keys with the prefix ``qkvault.`` are ours. In
+    ``cli`` a value of None is a flag that was not given. Raises ConfigError.
+    """
+    environment = os.environ if env is None else env
+    values: dict[str, object] = {}
+    sources = dict.fromkeys(_FIELDS, DEFAULT)
+    for setting in _all_settings(path, environment, vllm or {}, cli or {}):
+        if setting.name not in _FIELDS:
+            msg = f"unknown setting {setting.key!r} ({setting.source}): {_explain_unknown(setting)}"
+            raise ConfigError(msg)
+        try:
+            values[setting.name] = _coerce(setting.name, setting.raw)
+        except (ValueError, RuntimeError) as error:  # RuntimeError: a home directory that does not exist
+            msg = f"{setting.key}={setting.raw!r} ({setting.source}): {error}"
+            raise ConfigError(msg) from error
+        sources[setting.name] = setting.source
+    if sources["disk_bytes"] != DEFAULT and values.get("disk_path") is None:
+        msg = f"disk_bytes is set ({sources['disk_bytes']}), and disk_path is not: there is no disk tier to cap"
+        raise ConfigError(msg)
+    return Loaded(msgspec.convert(values, Config), sources)
+
+
+def _all_settings(
+    path: str | os.PathLike[str] | None,
+    environment: Mapping[str, str],
+    vllm: Mapping[str, object],
+    cli: Mapping[str, object],
+) -> Iterator[_Setting]:
+    """Every setting that somebody gave, the weakest source first."""
+    if path is not None:
+        yield from _read_file(Path(path), "given")
+    elif environment.get(ENV_FILE):
+        yield from _read_file(Path(environment[ENV_FILE]), f"from {ENV_FILE}")
+    for key, text in environment.items():
+        if key.startswith(ENV_PREFIX) and key != ENV_FILE and not _SERVICE_LINK.fullmatch(key):
+            yield _Setting(f"env {key}", key, key.removeprefix(ENV_PREFIX).lower(), text)
+    for key, raw in vllm.items():
+        if key.startswith(VLLM_PREFIX):
+            yield _Setting("vllm", key, key.removeprefix(VLLM_PREFIX), raw)
+        elif key.lower().startswith("qkvault"):
+            msg = f"unknown setting {key!r} (vllm): write it as '{VLLM_PREFIX}<setting>'"
+            raise ConfigError(msg)
+    for key, raw in cli.items():
+        if raw is not None:
+            yield _Setting("cli", key, key, raw)
+
+
+def _read_file(path: Path, origin: str) -> Iterator[_Setting]:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        settings = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date that does not exist
+        msg = f"cannot read the settings in {path} ({origin}): {' '.join(str(error).split())}"
+        raise ConfigError(msg) from error
+    if settings is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        msg = f"{path} ({origin}) holds no settings: expected lines of `name: value`"
+        raise ConfigError(msg)
+    written = [key.value for key, _ in root.value]
+    if twice := sorted({key for key in written if written.count(key) > 1}):
+        msg = f"{path} ({origin}) sets {', '.join(twice)} more than once"
+        raise ConfigError(msg)
+    for key, raw in settings.items():
+        yield _Setting(f"file {path}", str(key), str(key), raw)
+
+
+def _coerce(name: str, raw: object) -> object:
+    """``raw`` as the type of the field, read from text by the unit in its name. Raises ValueError: what is expected."""
+    base = get_args(_FIELDS[name].type)[0]
+    value = raw
+    if base is bool:
+        value = parse_bool(raw)
+    elif isinstance(raw, str):
+        text = raw.strip()
+        if name.endswith("_bytes"):
+            value = parse_size(text)
+        elif name.endswith("_seconds"):
+            value = parse_duration(text)
+        elif base is int:
+            value = parse_int(text)
+        elif NoneType in get_args(base):
+            value = text or None
+        elif get_args(base) or (name == "cache_policy" and ":" not in text):
+            value = text.lower()
+    if name == "disk_path" and isinstance(value, str) and "://" not in value:
+        value = str(Path(value).expanduser().absolute())
+    if expected := _problem(name, value):
+        raise ValueError(expected)
+    return value
+
+
+def _problem(name: str, value: object) -> str:
+    """What is expected of the field, or nothing if ``value`` is that."""
+    annotated = _FIELDS[name].type
+    try:
+        msgspec.convert(value, annotated)
+    except msgspec.ValidationError as error:
+        choices = [choice for choice in get_args(get_args(annotated)[0]) if isinstance(choice, str)]
+        if choices:
+            return f"expected one of {', '.join(choices)}"
+        hint = "; a bare number is bytes, '5GiB' is not" if name.endswith("_bytes") else ""
+        hint = "; put it in quotes" if not isinstance(value, str) and str(error).startswith("Expected `str") else hint
+        return str(error).replace("`", "").replace("Expected", "expected") + hint
+    text = value if isinstance(value, str) else ""
+    if name == "cache_policy" and ":" not in text and text not in CACHE_POLICIES:
+        return _nearest(text, {name: name for name in CACHE_POLICIES}) + ", or module.path:Class of your own"
+    if name == "disk_path" and ("://" in text or value == ""):
+        return "expected a plain path, without a scheme"
+    if name == "address" and value is not None and not _is_address(text):
+        return f"expected unix:///absolute/path of at most {_UNIX_PATH_BYTES} bytes, or tcp://host:port"
+    return ""
+
+
+def _is_address(text: str) -> bool:
+    scheme, _, rest = text.partition("://")
+    tcp = _TCP.fullmatch(text)
+    is_unix = scheme == "unix" and rest.startswith("/") and len(os.fsencode(rest)) <= _UNIX_PATH_BYTES
+    return is_unix or (tcp is not None and 0 < int(tcp[1]) < 1 << 16)
+
+
+def _explain_unknown(setting: _Setting) -> str:
+    """What the user should have written instead of a key that is none of ours, spelled as its source has it."""
+    name = setting.name.strip().lower().replace("-", "_")
+    is_env = setting.source.startswith("env ")
+    prefix = ENV_PREFIX if is_env else VLLM_PREFIX if setting.source == "vllm" else ""
+    spelled = {field: prefix + (field.upper() if is_env else field) for field in _FIELDS}
+    if name in LMCACHE_KEYS:
+        ours, note = LMCACHE_KEYS[name]
+        if ours is None:
+            return f"LMCache's {name} is not supported here; remove it"
+        return f"LMCache's {name} is called {spelled[ours]} here" + (f", {note}" if note else "")
+    return _nearest(name, spelled)
+
+
+def _nearest(name: str, known: Mapping[str, str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {known[near[0]]!r}?" if near else f"expected one of {', '.join(known.values())}"
+
+
+def schema_markdown() -> str:
+    """The page docs/config.md."""
+    settings = []
+    for name, field in _FIELDS.items():
+        meta = get_args(field.type)[1]
+        default = format_size(field.default) if name.endswith("_bytes") else str(field.default)
+        if isinstance(field.default, bool):
+            default = default.lower()
+        shown = f"`{default}`" if field.default not in {None, ""} else "empty"
+        examples = f" For example {', '.join(f'`{example}`' for example in meta.examples)}." if meta.examples else ""
+        settings.append(f"| `{name}` | {shown} | {meta.description}{examples} |")
+    others = [
+        f"| `{theirs}` | {f'`{ours}`' if ours else 'not supported'} | {note} |"
+        for theirs, (ours, note) in LMCACHE_KEYS.items()
+    ]
+    return _PAGE.format(settings="\n".join(settings), lmcache="\n".join(others))
+
+
+_PAGE: Final = """\
+# Settings
+
+Generated from `qkvault/config.py` by `make docs`.
+
+The same names work everywhere. A later line wins over an earlier one:
+
+| source | how `ram_bytes` is written |
+|---|---|
+| YAML file that `QKVAULT_CONFIG` names | `ram_bytes: 8GiB` |
+| environment | `QKVAULT_RAM_BYTES=8GiB` |
+| vLLM's `kv_connector_extra_config` | `"qkvault.ram_bytes": "8GiB"` (keys without the prefix are not ours) |
+| command line | `qkvault config show --set ram_bytes=8GiB` |
+
+Sizes are bytes, or a number with kB, MB, GB, TB (powers of ten), KiB, MiB, GiB or TiB (of two). Durations are seconds,
+or a number with us, ms, s, m or h. Booleans are true, yes, on, 1, false, no, off or 0. A setting that is unknown, that
+cannot be read or that is impossible stops the start with a message; `qkvault config show` prints what is in force and
+where each value came from, `qkvault config validate FILE` checks a file.
+
+| setting | default | meaning |
+|---|---|---|
+{settings}
+
+## Coming from LMCache
+
+`chunk_size` and `cache_policy` are the same. A key of LMCache is refused with the name of ours:
+
+| LMCache | QKVault | difference |
+|---|---|---|
+{lmcache}
+"""

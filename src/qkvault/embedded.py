@@ -1,0 +1,122 @@
+"""A store inside this process: built from a Config, shared by everything here that names the same instance.
+
+``serve`` also opens it to other processes of the machine (a serving engine's workers) over a Unix socket.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from qkvault.client import StoreClient
+from qkvault.config import Config
+from qkvault.errors import ConfigError
+from qkvault.policies import POLICIES
+from qkvault.pool import Pool
+from qkvault.store.driver import StoreDriver
+from qkvault.store.manager import StorageManager
+from qkvault.store.tiering import TierBook
+from qkvault.tiers.base import Tier
+from qkvault.wire.inproc import InprocTransport
+from qkvault.wire.sockets import UNIX_SCHEME, SocketServer
+
+_lock: Final = threading.Lock()
+_stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id
+
+
+class EmbeddedStore:
+    """A running store and, once somebody asks for it, the socket other processes reach it by."""
+
+    def __init__(self, config: Config, *, shared: bool = False) -> None:
+        """Build pool, tiers and driver. ``shared`` memory can be mapped by other processes (``serve``).
+
+        Raises ConfigError.
+        """
+        self.config = config
+        self.epoch = time.time_ns()
+        tiers = _open_tiers(config)
+        policy = POLICIES.load(config.cache_policy)
+        try:
+            pool = Pool(config.ram_bytes, name="qkvault" if shared else None, prefault=config.prefault)
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+        books = [
+            TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, policy())
+            for number, tier in enumerate(tiers)
+        ]
+        manager = StorageManager(pool, policy(), books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
+        manager.is_frozen = config.start_frozen
+        self.driver = StoreDriver(manager, tiers)
+        self._server: SocketServer | None = None
+        self.num_users = 0
+
+    def connect(self, client: str) -> StoreClient:
+        """A new session, in this process."""
+        return StoreClient(InprocTransport(self.driver, self.driver.pool, self.driver.wait_change, client))
+
+    def serve(self, address: str) -> None:
+        """Answer other processes at ``unix://...`` too. Raises ConfigError if that cannot be."""
+        self._server = SocketServer(self.driver, self.driver.pool, address, epoch=self.epoch)
+
+    def close(self) -> None:
+        """End all sessions, finish what was begun, give back memory and threads. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        self.driver.close(purge=not self.config.disk_keep)
+
+
+def acquire(config: Config, *, shared: bool = False) -> EmbeddedStore:
+    """The store of ``config.instance_id``, built at the first call; every call must be paired with ``release``.
+
+    Raises ConfigError if the instance runs with another configuration.
+    """
+    with _lock:
+        store = _stores.get(config.instance_id)
+        if store is None:
+            store = _stores[config.instance_id] = EmbeddedStore(config, shared=shared)
+        elif store.config != config:
+            msg = f"instance {config.instance_id!r} runs with another configuration: use another instance_id"
+            raise ConfigError(msg)
+        store.num_users += 1
+        return store
+
+
+def find(instance_id: str) -> EmbeddedStore | None:
+    """The running store of that instance in this process, if there is one; ``acquire`` it to keep it."""
+    with _lock:
+        return _stores.get(instance_id)
+
+
+def release(store: EmbeddedStore) -> None:
+    """One user fewer; the last one closes the store."""
+    with _lock:
+        store.num_users -= 1
+        if store.num_users > 0:
+            return
+        _stores.pop(store.config.instance_id, None)
+    store.close()
+
+
+def socket_address(instance_id: str) -> str:
+    """Where the store of an instance answers other processes of the same user: the same in all of them."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    folder = base / f"qkvault-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        msg = f"{folder} belongs to another user"
+        raise ConfigError(msg)
+    return f"{UNIX_SCHEME}{folder}/{instance_id}.sock"
+
+
+def _open_tiers(config: Config) -> list[Tier]:
+    if config.disk_path is None:
+        return []
+    from qkvault.tiers.disk import DiskTier  # only when it is chosen
+
+    return [DiskTier(config.disk_path, config.disk_bytes, workers=config.disk_workers, direct_io=config.disk_direct_io)]

@@ -1,0 +1,47 @@
+"""The error tree of QKVault.
+
+QKVaultError
+├─ ConfigError         a setting is unknown, missing or impossible; raised at start only
+├─ LayoutMismatch      a peer, a file or an engine has another layout
+├─ ProtocolError       malformed message or another protocol version
+├─ Unavailable         a server or tier cannot be reached; integrations treat it as a miss
+│   └─ DeadlineExceeded
+├─ PoolExhausted       nothing evictable; the store is skipped
+└─ InvariantError      a bug of ours
+
+A miss is a value, never an exception. ``ValueError`` is for wrong arguments of public calls.
+"""
+
+from __future__ import annotations
+
+
+class QKVaultError(Exception):
+    """Root of all errors that this package raises on purpose."""
+
+
+class ConfigError(QKVaultError):
+    """A setting is unknown, missing or impossible. Raised at start only."""
+
+
+class LayoutMismatch(QKVaultError):
+    """Bytes were laid out for another geometry than the one asked for."""
+
+
+class ProtocolError(QKVaultError):
+    """A message is malformed or of another protocol version."""
+
+
+class Unavailable(QKVaultError):
+    """A server or tier cannot be reached. Integrations treat this as a miss."""
+
+
+class DeadlineExceeded(Unavailable):
+    """An answer did not come in time."""
+
+
+class PoolExhausted(QKVaultError):
+    """The pool has no room and nothing can be evicted; the store is skipped."""
+
+
+class InvariantError(QKVaultError):
+    """State that must always hold does not. This is a bug of ours."""

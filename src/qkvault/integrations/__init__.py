@@ -1,0 +1,1 @@
+"""Serving engines. None imports another; nothing but the command imports them."""

@@ -1,0 +1,139 @@
+"""Log lines of ``event key=value ...`` over the standard library's logging, and a limiter for those that may repeat.
+
+Importing this changes nothing in the process. A program that wants to see lines calls ``configure``, as the command
+does, or sets up logging its own way: all our loggers are called ``qkvault.*``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, TextIO
+
+ROOT_NAME: Final = "qkvault"
+_BARE: Final = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")  # what can stand in a line without quotes
+
+
+def get_logger(name: str) -> Logger:
+    """The logger ``qkvault.<name>``; a full module name is taken as it is."""
+    is_full = name == ROOT_NAME or name.startswith(f"{ROOT_NAME}.")
+    return Logger(logging.getLogger(name if is_full else f"{ROOT_NAME}.{name}"))
+
+
+def configure(level: str, stream: TextIO | None = None) -> logging.Handler:
+    """Write our lines of ``level`` (debug, info, warning, error) and above to ``stream``, by default stderr.
+
+    For programs, never for libraries: it sets the process's ``qkvault`` logger. Called again, it replaces what it set.
+    Raises ValueError if the level is unknown.
+    """
+    logger = logging.getLogger(ROOT_NAME)
+    logger.setLevel(level.upper())
+    for handler in [handler for handler in logger.handlers if handler.name == ROOT_NAME]:
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.name = ROOT_NAME
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    return handler
+
+
+def format_line(event: str, fields: Mapping[str, object]) -> str:
+    """``event key=value ...``, always one line: what could be mistaken is quoted, floats have six digits."""
+    return " ".join([event, *(f"{key}={_format_value(value)}" for key, value in fields.items())])
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = value.hex() if isinstance(value, bytes) else str(value)
+    return text if _BARE.fullmatch(text) else json.dumps(text)
+
+
+class Logger:
+    """Lines for one part of the system. A line below the level in force costs one comparison."""
+
+    __slots__ = ("_target",)
+
+    def __init__(self, target: logging.Logger) -> None:
+        self._target = target
+
+    def is_on(self, level: int) -> bool:
+        """Whether lines of ``level`` (``logging.DEBUG``...) go anywhere: ask before preparing costly fields."""
+        return self._target.isEnabledFor(level)
+
+    def debug(self, event: str, /, **fields: object) -> None:  # seam: the fields of a line are the caller's
+        """One decision."""
+        self.log(logging.DEBUG, event, fields, frames=2)
+
+    def info(self, event: str, /, **fields: object) -> None:  # seam: as debug
+        """A change of state that an operator wants to know; never one line a chunk or request."""
+        self.log(logging.INFO, event, fields, frames=2)
+
+    def warning(self, event: str, /, **fields: object) -> None:  # seam: as debug
+        """Something costs performance or will go wrong; through RateLimited if it can repeat."""
+        self.log(logging.WARNING, event, fields, frames=2)
+
+    def error(self, event: str, /, **fields: object) -> None:  # seam: as debug
+        """Something that should work does not."""
+        self.log(logging.ERROR, event, fields, frames=2)
+
+    def exception(self, event: str, /, **fields: object) -> None:  # seam: as debug
+        """An error with the traceback of the exception being handled."""
+        self.log(logging.ERROR, event, fields, frames=2, exc_info=True)
+
+    def log(
+        self, level: int, event: str, fields: Mapping[str, object], *, frames: int = 1, exc_info: bool = False
+    ) -> None:
+        """A line of any level. The record names the caller ``frames`` above this one."""
+        if self._target.isEnabledFor(level):
+            # "%s", since the event itself may hold a percent sign
+            self._target.log(level, "%s", format_line(event, fields), exc_info=exc_info, stacklevel=frames + 1)
+
+
+class RateLimited:
+    """At most one line an interval for each event; the next one says how many were suppressed. Thread-safe.
+
+    An event is a constant text: what varies belongs in the fields.
+    """
+
+    def __init__(
+        self, logger: Logger, interval_seconds: float = 60.0, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last_seconds: dict[str, float] = {}  # event to when it was last logged
+        self._suppressed: dict[str, tuple[int, int]] = {}  # event to its level and how many lines
+
+    def warning(self, event: str, /, **fields: object) -> None:  # seam: the fields of a line are the caller's
+        """A warning, unless the event had one less than an interval ago."""
+        self._log(logging.WARNING, event, fields)
+
+    def info(self, event: str, /, **fields: object) -> None:  # seam: as warning
+        """A line of level INFO, unless the event had one less than an interval ago."""
+        self._log(logging.INFO, event, fields)
+
+    def flush(self) -> None:
+        """Say what is still suppressed, once for each event; at shutdown."""
+        with self._lock:
+            suppressed, self._suppressed = self._suppressed, {}
+        for event, (level, count) in suppressed.items():
+            self._logger.log(level, event, {"suppressed": count})
+
+    def _log(self, level: int, event: str, fields: dict[str, object]) -> None:
+        now = self._clock()
+        with self._lock:
+            last = self._last_seconds.get(event)
+            if last is not None and now - last < self._interval_seconds:
+                self._suppressed[event] = level, self._suppressed.get(event, (level, 0))[1] + 1
+                return
+            self._last_seconds[event] = now
+            _, count = self._suppressed.pop(event, (level, 0))
+        self._logger.log(level, event, fields | {"suppressed": count} if count else fields, frames=3)

@@ -1,0 +1,76 @@
+"""Prefix: one request's tokens as chunks, and the two questions asked of them: what is cached, what is to be stored.
+
+Shared by CacheEngine and the serving integrations. Positions are tokens from the start of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from qkvault.keys import KeySpace, RequestIdentity
+from qkvault.tokens import TokenHasher
+from qkvault.transfer import LoadItem, SaveItem
+from qkvault.types import ChunkRef
+
+if TYPE_CHECKING:
+    from qkvault.client import StoreClient
+    from qkvault.tokens import Tokens
+    from qkvault.wire.messages import Located
+
+
+class Prefix:
+    """A growing sequence of tokens in one space. Each token is hashed once. Owned by one thread."""
+
+    def __init__(self, space: KeySpace, identity: RequestIdentity, tokens: Tokens = (), *, shared: bool = True) -> None:
+        """``shared``: others than this process read the keys. Raises ValueError and ConfigError as TokenHasher does."""
+        self._space = space
+        self._hasher = TokenHasher(identity, space.chunk_size, space.hash_algorithm, shared=shared)
+        self._hasher.extend(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are."""
+        return self._hasher.num_tokens
+
+    def update_to(self, all_tokens: Tokens) -> None:
+        """Append what ``all_tokens`` holds beyond the tokens that are here."""
+        if len(all_tokens) > self._hasher.num_tokens:
+            self._hasher.update_to(all_tokens)
+
+    def find(self, client: StoreClient, *, search_range: Sequence[str] | None = None) -> Located:
+        """Lease the longest cached run. Raises Unavailable."""
+        keys = self._space.chunk_keys(self._hasher.hashes)
+        root = self._space.chunk_key(self._hasher.root)
+        return client.find(root, keys, self._hasher.checks, self._hasher.tokens_from, search_range=search_range)
+
+    def save_items(self, start: int, end: int, block_ids: Sequence[int], block_size: int) -> list[SaveItem]:
+        """The chunks of ``[start, end)``, the last one maybe partial: ``start`` begins a chunk, ``end`` ends a block.
+
+        ``block_ids`` is the request's whole block table.
+        """
+        items = []
+        for first in range(start, end, self._space.chunk_size):
+            number = first // self._space.chunk_size
+            stop = min(end, first + self._space.chunk_size)
+            chunk_hash, tokens = self._hasher.chunk(number, stop - first)
+            key, parent = self._space.chunk_key(chunk_hash), self._space.chunk_key(self._hasher.parent_of(number))
+            items.append(SaveItem(key, parent, tokens, tuple(block_ids[first // block_size : stop // block_size])))
+        return items
+
+
+def load_items(
+    ready: Sequence[ChunkRef], start: int, stop: int, block_ids: Sequence[int], *, chunk_size: int, block_size: int
+) -> list[LoadItem]:
+    """What to copy of leased chunks for the tokens ``[start, stop)``, which begin and end blocks.
+
+    ``ready`` are the request's chunks from the first one on; blocks outside the range are not touched.
+    """
+    items = []
+    for number, ref in enumerate(ready):
+        base = number * chunk_size
+        lo, hi = max(start, base), min(stop, base + ref.num_tokens)
+        if lo < hi:
+            ids = tuple(block_ids[lo // block_size : hi // block_size])
+            items.append(LoadItem(ref, lo, ids))
+    return items

@@ -1,0 +1,41 @@
+"""One lazy registry for everything that is chosen by name: policies, tiers, codecs, transports."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Generic, TypeVar
+
+from qkvault.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names to classes, imported when first asked for. Outsiders are reached as ``module.path:Class``."""
+
+    def __init__(self, what: str, known: dict[str, str]) -> None:
+        """``what`` names the kind in errors; ``known`` maps a name to ``module.path:Class``."""
+        self._what = what
+        self._known = dict(known)
+
+    @property
+    def names(self) -> list[str]:
+        """The names that are known, sorted."""
+        return sorted(self._known)
+
+    def load(self, name: str) -> type[T]:
+        """The class called ``name``. Raises ConfigError, with the nearest name, if there is none."""
+        path = self._known.get(name, name)
+        module_name, _, class_name = path.partition(":")
+        if not class_name:
+            near = difflib.get_close_matches(name, self._known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(self.names)}"
+            msg = f"unknown {self._what} {name!r}: {hint}"
+            raise ConfigError(msg)
+        try:
+            loaded: type[T] = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            msg = f"{self._what} {name!r} cannot be imported: {error}"
+            raise ConfigError(msg) from error
+        return loaded

@@ -1,0 +1,47 @@
+"""What must always hold in a store. Called after every test, and by an idle server."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from qkvault.errors import InvariantError
+from qkvault.store.core import Core
+from qkvault.store.index import NOWHERE, Entry
+from qkvault.types import ChunkState
+
+
+def check_store(store: Core) -> None:
+    """Raise InvariantError unless slots, pins, leases, tiers and the tree agree with one another."""
+    store.room.pool.check()
+    store.index.check()
+    store.tiering.check()
+    _check_slots(store)
+    held = Counter(item.entry.key for lease in store.leases.all() for item in lease.items)
+    for entry in store.index:
+        _check_entry(entry, held[entry.key] + store.tiering.pins_of(entry))
+    num_ready = sum(entry.state is ChunkState.READY for entry in store.index)
+    if len(store.room.policy) != num_ready:
+        msg = f"the policy orders {len(store.room.policy)} chunks, {num_ready} are ready"
+        raise InvariantError(msg)
+
+
+def _check_slots(store: Core) -> None:
+    owned = [entry.offset for entry in store.index if entry.offset != NOWHERE]
+    owned += [offset for offsets in store.quarantine.values() for offset in offsets]
+    used = store.room.pool.slots
+    if sorted(owned) != sorted(used):
+        msg = f"{len(used)} slots are in use, {len(owned)} have an owner"
+        raise InvariantError(msg)
+
+
+def _check_entry(entry: Entry, num_holders: int) -> None:
+    name = entry.key.hex()[-16:]
+    if (entry.offset == NOWHERE) != (entry.state is ChunkState.ABSENT):
+        msg = f"{name} is {entry.state.value} at offset {entry.offset}"
+        raise InvariantError(msg)
+    if entry.pins != num_holders:
+        msg = f"{name} has {entry.pins} pins and {num_holders} holders"
+        raise InvariantError(msg)
+    if not entry.pins and (entry.is_doomed or entry.state in (ChunkState.WRITING, ChunkState.LOADING)):
+        msg = f"{name} is {entry.state.value} and nobody's"
+        raise InvariantError(msg)

@@ -1,0 +1,231 @@
+"""The only loop of the store: carries jobs to tiers and results back, expires leases, and answers clients.
+
+Everything that touches the manager holds one lock for microseconds; bytes move outside it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from qkvault.errors import InvariantError
+from qkvault.logs import get_logger
+from qkvault.pool import Pool
+from qkvault.store.ledger import StoreEvent
+from qkvault.store.manager import StorageManager
+from qkvault.store.status import status_of
+from qkvault.store.tiering import TierBook
+from qkvault.tiers.base import Tier
+from qkvault.wire import messages as m
+
+_TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of tiers is looked at
+_log = get_logger("store")
+
+
+class StoreDriver:
+    """A running store: a manager, its tiers, one thread for their results, one while they are scanned."""
+
+    def __init__(
+        self,
+        manager: StorageManager,
+        tiers: Sequence[Tier] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        scan: bool = True,
+    ) -> None:
+        """Start. ``tiers`` are those of the manager's books, in that order; the driver closes them."""
+        self.manager = manager
+        self.tiers = list(tiers)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._sessions: dict[int, str] = {}
+        self._next_session = 1
+        self._num_scanning = 0
+        for tier in self.tiers:
+            tier.notify(self._wake.set)
+        self._threads = [threading.Thread(target=self._run, name="qkvault-store", daemon=True)]
+        if scan and self.tiers:
+            self._num_scanning = len(self.tiers)
+            self._threads.append(threading.Thread(target=self._scan_all, name="qkvault-scan", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pool(self) -> Pool:
+        """The store's memory."""
+        return self.manager.room.pool
+
+    def open_session(self, client: str) -> int:
+        """A new session's id."""
+        with self._lock:
+            session_id = self._next_session
+            self._next_session += 1
+            self._sessions[session_id] = client
+        return session_id
+
+    def close_session(self, session_id: int) -> None:
+        """The client has gone: its leases end. Unknown ids are ignored."""
+        with self._lock:
+            if self._sessions.pop(session_id, None) is not None:
+                self.manager.end_session(session_id)
+                self._after_change()
+
+    def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
+        """Answer one request. Never raises: what goes wrong is a ``Failed``."""
+        with self._lock:
+            try:
+                reply = self._answer(session_id, request)
+            except InvariantError as error:
+                reply = m.Failed("invariant", str(error))
+            except Exception as error:  # thread top: one client's request must not take the store down
+                _log.exception("request_failed", request=type(request).__name__)
+                reply = m.Failed("internal", f"{type(error).__name__}: {error}")
+            self._after_change()
+        return reply
+
+    def wait_change(self, timeout_seconds: float) -> None:
+        """Sleep until a tier job has ended, or ``timeout_seconds``."""
+        with self._changed:
+            if not self._is_closing:
+                self._changed.wait(timeout_seconds)
+
+    def take_events(self) -> list[StoreEvent]:
+        """Events since the last call; the first call switches them on."""
+        with self._lock:
+            self.manager.ledger.wants_events = True
+            return self.manager.ledger.take_events()
+
+    def is_idle(self) -> bool:
+        """Whether no tier job is under way and no tier is being scanned."""
+        with self._lock:
+            return self.manager.tiering.num_pending == 0 and self._num_scanning == 0
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Block until the store is idle: everything committed is in its tiers. False if the time was up first."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.is_idle():
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:
+                return False
+            self.wait_change(min(left_seconds, _TICK_SECONDS))
+        return True
+
+    def check(self) -> None:
+        """Raise InvariantError unless all that must always hold does."""
+        with self._lock:
+            self.manager.check()
+
+    def close(self, *, drain_seconds: float = 10.0, purge: bool = False) -> None:
+        """Finish what was begun (at most ``drain_seconds``), stop the threads, close tiers and pool. Idempotent.
+
+        ``purge`` empties the tiers.
+        """
+        if not self._is_closing:
+            self.drain(drain_seconds)
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._changed.notify_all()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join()
+        for tier in self.tiers:
+            if purge:
+                tier.purge()
+            tier.close()
+        self.pool.close()
+
+    def _after_change(self) -> None:
+        # Holding the lock. Tiers take jobs without blocking.
+        for number, job in self.manager.take_jobs():
+            self.tiers[number].submit(job)
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(_TICK_SECONDS)
+            self._wake.clear()
+            try:
+                self._step()
+            except Exception:  # thread top: a fault here must not stop the loop that ends leases
+                _log.exception("store_step_failed")
+
+    def _step(self) -> None:
+        with self._changed:
+            for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
+                book.is_healthy = tier.is_healthy
+            results = [result for tier in self.tiers for result in tier.poll()]
+            for result in results:
+                self.manager.on_job_done(result)
+            self.manager.expire(self._clock())
+            self._after_change()
+            if results:
+                self._changed.notify_all()
+
+    def _scan_all(self) -> None:
+        for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
+            try:
+                self._scan_one(book, tier)
+            except Exception:  # thread top: a tier that cannot be scanned starts empty
+                _log.exception("scan_failed", tier=tier.name)
+            with self._changed:
+                self._num_scanning -= 1
+                self._changed.notify_all()
+
+    def _scan_one(self, book: TierBook, tier: Tier) -> None:
+        for batch in tier.scan():
+            with self._changed:
+                if self._is_closing:
+                    return
+                self.manager.adopt(book, batch)
+                self._after_change()
+
+    def _answer(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
+        manager, now = self.manager, self._clock()
+        match request:
+            case m.Lookup(root=root, keys=keys, checks=checks):
+                return manager.lookup(session_id, root, keys, checks, now, search_range=request.search_range)
+            case m.Match(lease_id=lease_id, parent=parent, tokens=tokens):
+                return manager.match(session_id, lease_id, parent, tokens, now)
+            case m.Poll(lease_id=lease_id):
+                return manager.poll(session_id, lease_id, now)
+            case m.Release(lease_ids=lease_ids):
+                for lease_id in lease_ids:
+                    manager.release(session_id, lease_id)
+                return m.Done()
+            case m.Reserve(chunks=chunks):
+                return manager.reserve(session_id, chunks, now)
+            case m.Commit(lease_id=lease_id, keys=named):
+                return m.Done(manager.commit(session_id, lease_id, named))
+            case m.Abort(lease_id=lease_id):
+                manager.abort(session_id, lease_id)
+                return m.Done()
+            case _:
+                return self._administer(request)
+
+    def _administer(self, request: m.Hello | m.Clear | m.Check | m.Switch | m.GetStatus) -> m.AnyReply:
+        match request:
+            case m.Hello(protocol_version=version):
+                if version != m.PROTOCOL_VERSION:
+                    return m.Failed("protocol", f"this store speaks protocol {m.PROTOCOL_VERSION}")
+                return m.Welcome(m.PROTOCOL_VERSION, self.pool.capacity_bytes)
+            case m.Clear(lower_tiers=lower_tiers):
+                return m.Done(self.manager.clear(lower_tiers=lower_tiers))
+            case m.Check():
+                self.manager.check()
+                return m.Done()
+            case m.Switch() | m.GetStatus():
+                return self._switch(request)
+
+    def _switch(self, request: m.Switch | m.GetStatus) -> m.Status:
+        if isinstance(request, m.Switch):
+            if request.frozen is not None:
+                self.manager.is_frozen = request.frozen
+            if request.hot_cache is not None:
+                self.manager.set_hot_cache(enabled=request.hot_cache)
+        return status_of(self.manager, num_sessions=len(self._sessions), is_scanning=self._num_scanning > 0)

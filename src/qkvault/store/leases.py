@@ -1,0 +1,81 @@
+"""Leases: who may read or write which chunks, until when. A lease belongs to a session and ends with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from qkvault.store.index import Entry
+from qkvault.types import Medium
+
+
+@dataclass(slots=True)
+class LeaseItem:
+    """One chunk under a lease. ``wanted`` are the tokens (bytes) that a partial match has still to be compared with."""
+
+    entry: Entry
+    medium: Medium  # where it was when it was looked up
+    num_tokens: int  # how many of the chunk's leading tokens the holder may use
+    wanted: bytes | None = None
+
+
+@dataclass(slots=True)
+class Lease:
+    """A named right on chunks: to read them (pinned) or to write them (reserved)."""
+
+    lease_id: int
+    session_id: int
+    is_write: bool
+    deadline: float  # on the clock that ``now`` is of
+    items: list[LeaseItem] = field(default_factory=list)
+
+
+class LeaseTable:
+    """All live leases, by id and by session."""
+
+    def __init__(self, lease_seconds: float) -> None:
+        """``lease_seconds`` is how long a lease lives without a sign of its holder."""
+        self.lease_seconds = lease_seconds
+        self._leases: dict[int, Lease] = {}
+        self._sessions: dict[int, set[int]] = {}
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        """How many leases are live."""
+        return len(self._leases)
+
+    def open(self, session_id: int, *, is_write: bool, now: float) -> Lease:
+        """A new, empty lease."""
+        lease = Lease(self._next_id, session_id, is_write, now + self.lease_seconds)
+        self._next_id += 1
+        self._leases[lease.lease_id] = lease
+        self._sessions.setdefault(session_id, set()).add(lease.lease_id)
+        return lease
+
+    def get(self, lease_id: int, session_id: int) -> Lease | None:
+        """The lease, if it is live and ``session_id``'s own."""
+        lease = self._leases.get(lease_id)
+        return lease if lease is not None and lease.session_id == session_id else None
+
+    def renew(self, lease: Lease, now: float) -> None:
+        """The holder gave a sign of life."""
+        lease.deadline = now + self.lease_seconds
+
+    def close(self, lease: Lease) -> None:
+        """Forget ``lease``. Its items are the caller's business."""
+        del self._leases[lease.lease_id]
+        of_session = self._sessions[lease.session_id]
+        of_session.discard(lease.lease_id)
+        if not of_session:
+            del self._sessions[lease.session_id]
+
+    def of_session(self, session_id: int) -> list[Lease]:
+        """The live leases of a session."""
+        return [self._leases[lease_id] for lease_id in sorted(self._sessions.get(session_id, ()))]
+
+    def overdue(self, now: float) -> list[Lease]:
+        """Leases past their deadline."""
+        return [lease for lease in self._leases.values() if lease.deadline < now]
+
+    def all(self) -> list[Lease]:
+        """Every live lease."""
+        return list(self._leases.values())

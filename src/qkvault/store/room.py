@@ -1,0 +1,131 @@
+"""Room in RAM: slots of the pool, and who gives his up when there are none left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from qkvault.image import wipe_header
+from qkvault.policies.base import Policy
+from qkvault.pool import Pool
+from qkvault.store.index import NOWHERE, Entry, Index
+from qkvault.types import ChunkState
+
+
+def victims_of(
+    policy: Policy,
+    index: Index,
+    wanted_bytes: int,
+    *,
+    is_here: Callable[[Entry], bool],
+    is_held: Callable[[Entry], bool],
+    cost: Callable[[Entry], int],
+) -> list[Entry]:
+    """Entries to evict, in order, that free ``wanted_bytes`` or all that can be freed.
+
+    The policy's order, except that a chunk never leaves before its descendants that are here too: without its head a
+    chain's tail cannot be hit. Held entries, and so whatever they hang on, stay.
+    """
+    chosen: dict[bytes, Entry] = {}
+    freed_bytes = 0
+    for key in policy.victims():
+        head = index.get(key)
+        if head is None or key in chosen:
+            continue
+        for entry in _tails_first(head, is_here, chosen):
+            if is_held(entry):
+                break
+            chosen[entry.key] = entry
+            freed_bytes += cost(entry)
+            if freed_bytes >= wanted_bytes:
+                return list(chosen.values())
+    return list(chosen.values())
+
+
+def _tails_first(head: Entry, is_here: Callable[[Entry], bool], skip: dict[bytes, Entry]) -> Iterator[Entry]:
+    # A walk without recursion: chains are as long as contexts.
+    stack = [(head, iter(head.children))]
+    while stack:
+        entry, children = stack[-1]
+        child = next((c for c in children if is_here(c) and c.key not in skip), None)
+        if child is not None:
+            stack.append((child, iter(child.children)))
+            continue
+        yield entry
+        stack.pop()
+
+
+class Room:
+    """The pool and the order in which chunks leave it. The only place that gives slots to entries and takes them."""
+
+    def __init__(self, pool: Pool, policy: Policy, index: Index) -> None:
+        """Start with an empty pool."""
+        self.pool = pool
+        self.policy = policy
+        self._index = index
+        self._on_evicted: Callable[[Entry], None] = lambda _: None
+
+    def on_evicted(self, callback: Callable[[Entry], None]) -> None:
+        """Have ``callback(entry)`` called after an entry lost its slot to make room."""
+        self._on_evicted = callback
+
+    def give(self, entry: Entry, state: ChunkState) -> bool:
+        """Give ``entry`` a slot for its image, evicting if need be. False, and nothing changed for it, if none is left.
+
+        The slot's old header is wiped, so that a reader whose lease ran out cannot take the new bytes for the old.
+        """
+        offset = self._allocate(entry.image_bytes)
+        if offset is None:
+            return False
+        wipe_header(self.pool.view(offset, entry.image_bytes))
+        entry.offset = offset
+        entry.state = state
+        if entry.parent is not None:
+            entry.parent.num_slotted_children += 1
+        return True
+
+    def publish(self, entry: Entry) -> None:
+        """The slot's bytes are whole: from now on they may be read, and evicted."""
+        entry.state = ChunkState.READY
+        self.policy.add(entry.key)
+
+    def take(self, entry: Entry, *, keep_slot: bool = False) -> int:
+        """Take the slot away from ``entry`` and free it, unless ``keep_slot`` (quarantine). Returns its offset."""
+        offset = entry.offset
+        if not keep_slot:
+            self.pool.free(offset)
+        entry.offset = NOWHERE
+        entry.state = ChunkState.ABSENT
+        self.policy.remove(entry.key)
+        if entry.parent is not None:
+            entry.parent.num_slotted_children -= 1
+        return offset
+
+    def image(self, entry: Entry) -> memoryview:
+        """The bytes of the slot of ``entry``."""
+        return self.pool.view(entry.offset, entry.image_bytes)
+
+    def _allocate(self, num_bytes: int) -> int | None:
+        wanted_bytes = num_bytes
+        while (offset := self.pool.allocate(num_bytes)) is None:
+            victims = victims_of(
+                self.policy, self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_image_bytes
+            )
+            if not victims:
+                return None
+            for entry in victims:
+                self.take(entry)
+                self._on_evicted(entry)
+            wanted_bytes *= 2  # what was freed did not lie together: free more
+        return offset
+
+
+def _has_slot(entry: Entry) -> bool:
+    return entry.offset != NOWHERE
+
+
+def _is_pinned(entry: Entry) -> bool:
+    return entry.pins > 0
+
+
+def _image_bytes(entry: Entry) -> int:
+    return entry.image_bytes

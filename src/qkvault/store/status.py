@@ -1,0 +1,51 @@
+"""The state of a store as one value, for operators and metrics."""
+
+from __future__ import annotations
+
+from qkvault.store.core import Core
+from qkvault.store.ledger import Counters
+from qkvault.types import Medium, Outcome
+from qkvault.wire.messages import Status, TierStatus
+
+
+def status_of(store: Core, *, num_sessions: int, is_scanning: bool) -> Status:
+    """What is where, how full it is, and what happened so far."""
+    pool = store.room.pool
+    media = [
+        TierStatus(Medium.RAM.value, pool.capacity_bytes, pool.used_bytes, len(store.room.policy), is_healthy=True)
+    ]
+    media += [
+        TierStatus(book.name, book.capacity_bytes, book.used_bytes, len(book.policy), book.is_healthy)
+        for book in store.tiering.books
+    ]
+    return Status(
+        tuple(media),
+        num_leases=len(store.leases),
+        num_sessions=num_sessions,
+        num_jobs=store.tiering.num_pending,
+        is_frozen=store.is_frozen,
+        hot_cache=store.hot_cache,
+        is_scanning=is_scanning,
+        counters=flat_counters(store.ledger.counters),
+    )
+
+
+def flat_counters(counters: Counters) -> dict[str, int]:
+    """Counters by dotted name; every name that an outcome can have is there from the start."""
+    flat = {
+        "lookups": counters.lookups,
+        "chunks_asked": counters.chunks_asked,
+        "chunks_found": counters.chunks_found,
+        "chunks_promoted": counters.chunks_promoted,
+        "collisions": counters.collisions,
+        "leases_expired": counters.leases_expired,
+    }
+    flat |= {f"reserve.{outcome.value}": counters.outcomes[outcome] for outcome in Outcome}
+    for medium in Medium:
+        flat[f"stored.{medium.value}"] = counters.stored[medium]
+        flat[f"stored_bytes.{medium.value}"] = counters.stored_bytes[medium]
+    flat |= {f"loaded.{tier}": count for tier, count in counters.loaded.items()}
+    flat |= {f"loaded_bytes.{tier}": count for tier, count in counters.loaded_bytes.items()}
+    flat |= {f"removed.{medium.value}.{reason}": count for (medium, reason), count in counters.removed.items()}
+    flat |= {f"failed.{tier}.{reason}": count for (tier, reason), count in counters.failed.items()}
+    return flat

@@ -1,0 +1,130 @@
+"""The contract of a tier: a place below RAM that chunk images are copied to and from.
+
+A tier moves bytes between its storage and pool slots, and knows nothing of tokens, leases or eviction order: the store
+decides, the tier does. ``qkvault.testing.TierContract`` holds every promise below as a test; the smallest tier is
+``qkvault.testing.DictTier``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+
+import msgspec
+
+from qkvault.types import Medium
+
+
+class JobKind(str, Enum):
+    """What a tier is asked to do with the chunks of a job."""
+
+    STORE = "store"  # slots to tier
+    LOAD = "load"  # tier to slots
+    DELETE = "delete"
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One chunk of a job. ``image`` is its slot in the pool (empty for DELETE); its length is the image's."""
+
+    key: bytes
+    image: memoryview
+
+
+class TierJob(msgspec.Struct, frozen=True):
+    """Work for one tier. ``delete_first`` are keys that must be gone before a STORE begins, to make room for it."""
+
+    job_id: int
+    kind: JobKind
+    pieces: tuple[Piece, ...]
+    delete_first: tuple[bytes, ...] = ()
+
+
+class JobResult(msgspec.Struct, frozen=True):
+    """What became of a job: keys that were done, in any order, and keys that were not, each with its reason.
+
+    Reasons: ``absent`` (not here), ``corrupt`` (was here, was wrong, is removed), ``unavailable`` (tier is down).
+    """
+
+    job_id: int
+    done: tuple[bytes, ...]
+    failed: tuple[tuple[bytes, str], ...] = ()
+
+
+class Found(msgspec.Struct, frozen=True):
+    """One chunk that a scan found in a tier."""
+
+    key: bytes
+    parent: bytes
+    sketch: bytes
+    num_tokens: int
+    image_bytes: int
+    stored_bytes: int  # what it takes in the tier; counts against the capacity
+
+
+class Tier(ABC):
+    """A place chunks can live besides RAM.
+
+    All methods are called from one thread, the store's. None blocks, but ``drain``, ``close`` and the iteration of
+    ``scan``.
+    """
+
+    name: str  # unique in a store; appears in metrics and logs
+    medium: Medium
+    capacity_bytes: int  # the store keeps the sum of ``stored_bytes`` under this
+
+    @abstractmethod
+    def stored_bytes(self, image_bytes: int) -> int:
+        """What an image of ``image_bytes`` will take here at most. Pure."""
+
+    @abstractmethod
+    def submit(self, job: TierJob) -> None:
+        """Begin ``job``.
+
+        The caller leaves the job's slots alone until ``poll`` returns the job: nobody writes a slot being stored,
+        nobody touches one being loaded. For STORE the tier computes the payload check sum itself (``image.seal``). For
+        LOAD the tier fills each slot wholly and verifies key and check sums, or reports the key as failed (the slot's
+        bytes are then undefined). A key that is not here is failed with ``absent``: never an error. A piece is
+        visible to a later LOAD only when wholly stored. Jobs may finish in any order.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[JobResult]:
+        """Results of jobs that ended since the last call; every submitted job is returned exactly once."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[Sequence[Found]]:
+        """What is here already, in batches, oldest use first. Runs on a thread of the caller's; may take long.
+
+        Jobs may run meanwhile. Anything that is not a whole chunk of ours is removed or skipped, never returned.
+        """
+
+    @abstractmethod
+    def contains(self, key: bytes) -> bool | None:
+        """Whether ``key`` seems to be here, at the cost of one cheap call; None if that cannot be told cheaply.
+
+        A hint: only a LOAD proves it.
+        """
+
+    @property
+    @abstractmethod
+    def is_healthy(self) -> bool:
+        """False while the tier cannot be used; jobs then fail at once with ``unavailable``. It comes back by itself."""
+
+    @abstractmethod
+    def drain(self, timeout_seconds: float) -> bool:
+        """Block until every submitted job has ended, or the time is up. True if all have."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was begun, stop all threads, release everything. Idempotent. Results not polled are lost."""
+
+    def purge(self) -> int:
+        """Remove all that is ours here; returns how many chunks. May block. No job may be under way."""
+        return 0
+
+    def notify(self, on_result: Callable[[], None]) -> None:
+        """Ask for ``on_result()`` to be called, from any thread, whenever ``poll`` has become worth a call."""
+        self.on_result = on_result
+
+    on_result: Callable[[], None] = staticmethod(lambda: None)

@@ -1,0 +1,362 @@
+"""The disk tier: one self-describing file a chunk, straight between pool slots and the disk.
+
+Every file is found again by a scan, so nothing is lost with the process; every byte that comes back was checked. What
+is done to single files is in ``disk_files``; this module knows jobs, and what an error means for the tier.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from qkvault.errors import ConfigError
+from qkvault.image import ALIGNMENT_BYTES, Header, align_up, read_header, seal, sketch_of, verify_payload
+from qkvault.logs import get_logger
+from qkvault.tiers import disk_files as files
+from qkvault.tiers.base import Found, JobKind, JobResult, Piece, Tier, TierJob
+from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, TierCounters, Workers
+from qkvault.types import Medium
+
+PROBE_SECONDS: Final = 2.0
+SCAN_BATCH: Final = 512  # chunks
+_MAX_HEAD_BYTES: Final = 1 << 22
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NOT_THE_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # this process is short of something
+
+_log = get_logger("tiers")
+
+
+class DiskTier(Tier):
+    """Chunks in files below one directory, which it owns: a second owner is refused.
+
+    Reading and writing fail and recover apart: a full or read-only disk still serves loads. The time of a file's last
+    use is its modification time.
+    """
+
+    medium = Medium.DISK
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        workers: int = 4,
+        direct_io: bool = True,
+        name: str = "disk",
+        read_deadline_seconds: float = 10.0,
+        write_deadline_seconds: float = 30.0,
+        probe_seconds: float = PROBE_SECONDS,
+    ) -> None:
+        """Make the directory if need be, take its lock and start the threads.
+
+        ``direct_io`` goes around the page cache where the file system can. A file operation that takes longer than its
+        deadline makes that direction unavailable, and what waits for it fails; its own slot is not given back before
+        the system lets go of it. Raises ConfigError if the directory cannot be used or another process owns it.
+        """
+        if capacity_bytes <= 0 or workers <= 0:
+            msg = f"a disk tier needs a capacity and workers: {capacity_bytes} bytes, {workers} workers"
+            raise ConfigError(msg)
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self._root = os.path.abspath(path)  # noqa: PTH100  # a string: paths are made a million times
+        self._direct = direct_io
+        self._owner = secrets.token_hex(4)  # marks our temporary files
+        self._numbers = itertools.count()
+        self._deadlines: dict[JobKind | None, float] = {
+            JobKind.LOAD: read_deadline_seconds,
+            JobKind.STORE: write_deadline_seconds,
+            JobKind.DELETE: write_deadline_seconds,
+            None: write_deadline_seconds,  # a probe
+        }
+        self._reads = Health(name, "reading", probe_seconds)
+        self._writes = Health(name, "writing", probe_seconds)
+        self._is_probing = False  # set by the caller's thread, cleared by the worker that has probed
+        self._room_bytes = 0  # image that did not fit; by workers
+        self._owed: deque[bytes] = deque()  # keys whose removal failed, removed before writing recovers; by workers
+        self._is_purged = False
+        self._lock = files.DirectoryLock(self._root)
+        try:
+            Path(self._root).mkdir(0o700, parents=True, exist_ok=True)
+            self._lock.take()
+            files.probe_write(self._root, 0, direct=direct_io)
+        except OSError as error:
+            self._lock.release()
+            msg = f"{self._root} cannot be the disk tier's directory: {error.strerror}"
+            raise ConfigError(msg) from error
+        self._workers = Workers(name, workers, self._run, self._tell)
+
+    @property
+    def counters(self) -> TierCounters:
+        """What was done since the start."""
+        return self._workers.counters
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """What does not work right now (``reading``, ``writing``), and why."""
+        sides = {"reading": self._reads.problem, "writing": self._writes.problem}
+        return {what: problem for what, problem in sides.items() if problem is not None}
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether chunks can be loaded. While only writing is down, stores fail at once and loads go on."""
+        self._tend()
+        return self._reads.is_up
+
+    def stored_bytes(self, image_bytes: int) -> int:
+        return align_up(image_bytes)
+
+    def submit(self, job: TierJob) -> None:
+        self._tend()
+        side = self._reads if job.kind is JobKind.LOAD else self._writes
+        # Deletions are tried all the same: on a full disk they are the cure.
+        if side.is_up or job.kind is JobKind.DELETE or job.delete_first:
+            self._workers.submit(job)
+        else:
+            self._workers.fail(job, UNAVAILABLE)
+
+    def poll(self) -> list[JobResult]:
+        self._tend()
+        return self._workers.poll()
+
+    def contains(self, key: bytes) -> bool | None:
+        if not self.is_healthy:
+            return None
+        try:
+            return Path(files.path_of(self._root, key)).is_file()
+        except OSError:
+            return None
+
+    def drain(self, timeout_seconds: float) -> bool:
+        return self._workers.drain(timeout_seconds)
+
+    def close(self) -> None:
+        self._workers.close()
+        self._lock.release(remove=self._is_purged)
+
+    def scan(self) -> Iterator[Sequence[Found]]:
+        """Reads the headers of all files; payloads are checked when they are loaded. See the interface."""
+        start = time.monotonic()
+        num_found = num_removed = 0
+        listing: list[tuple[int, int, str, bytes]] = []  # modified, file bytes, path, key
+        try:
+            for entry in files.walk(self._root):
+                if entry.kind is files.FileKind.CHUNK:
+                    listing.append((entry.modified, entry.num_bytes, entry.path, entry.key))
+                elif entry.kind is files.FileKind.TEMPORARY and entry.owner != self._owner:
+                    num_removed += _remove(entry.path)
+            listing.sort()
+            head_bytes = ALIGNMENT_BYTES
+            for at in range(0, len(listing), SCAN_BATCH):
+                found = []
+                for _, num_bytes, path, key in listing[at : at + SCAN_BATCH]:
+                    header = self._header_of(path, num_bytes, head_bytes)
+                    if header is not None and header.key == key and _file_bytes(header) == num_bytes:
+                        head_bytes = max(head_bytes, header.header_bytes)
+                        found.append(_found(header, num_bytes))
+                    else:
+                        num_removed += _remove(path)
+                num_found += len(found)
+                if found:
+                    yield found
+        except OSError as error:
+            self._judge(error)
+            _log.warning("disk_scan_ended_early", tier=self.name, path=self._root, error=error)
+        fields = {"chunks": num_found, "removed": num_removed, "seconds": time.monotonic() - start}
+        _log.info("disk_scanned", tier=self.name, path=self._root, **fields)
+
+    def purge(self) -> int:
+        """Remove all chunks and what is left of some; files that are not ours stay. Returns how many were removed.
+
+        Blocks. Called before ``close``, which then removes the lock as well, and with no job under way. Files that
+        cannot be removed are left.
+        """
+        num_removed = 0
+        with suppress(OSError):
+            for entry in files.walk(self._root):
+                if entry.kind is not files.FileKind.FOREIGN:
+                    num_removed += _remove(entry.path)
+            files.remove_empty_folders(self._root)
+        self._is_purged = True
+        return num_removed
+
+    def _tend(self) -> None:
+        """Look after what hangs and what is down. By the caller's thread; does not block."""
+        late, is_stuck = self._workers.overdue(self._deadlines)
+        if late or is_stuck:
+            if is_stuck or JobKind.LOAD in late:
+                self._reads.report("the disk does not answer")
+                self._workers.fail_waiting(JobKind.LOAD)
+            if is_stuck or late & {JobKind.STORE, JobKind.DELETE}:
+                self._writes.report("the disk does not answer")
+                self._workers.fail_waiting(JobKind.STORE)
+        if not self._is_probing and (self._reads.claim_probe() or self._writes.claim_probe()):
+            self._is_probing = True
+            self._workers.call(self._probe)
+
+    def _tell(self) -> None:
+        self.on_result()  # looked up late: ``notify`` may come at any time
+
+    # All that follows runs on the worker threads, or on the one that scans.
+
+    def _run(self, kind: JobKind, piece: Piece) -> str | None:
+        try:
+            if kind is JobKind.LOAD:
+                return self._load(piece) if self._reads.is_up else UNAVAILABLE
+            if kind is JobKind.STORE:
+                return self._store(piece) if self._writes.is_up else UNAVAILABLE
+            return self._delete(piece)
+        except OSError as error:
+            if kind is JobKind.LOAD and self._is_only_of_file(error):
+                return self._discard(piece, str(error))
+            if kind is JobKind.STORE and error.errno in _NO_ROOM:
+                self._room_bytes = len(piece.image)
+            self._judge(error, self._reads if kind is JobKind.LOAD else self._writes)
+            return UNAVAILABLE
+
+    def _load(self, piece: Piece) -> str | None:
+        try:
+            files.read_image(files.path_of(self._root, piece.key), piece.image, direct=self._direct)
+            header = read_header(piece.image)
+            if _image_bytes(header, piece) is None:
+                return self._discard(piece, "another key or size")
+            verify_payload(piece.image, header)
+        except FileNotFoundError:
+            if not self._lock.is_held:
+                raise
+            return ABSENT
+        except ValueError as error:
+            return self._discard(piece, str(error))
+        return None
+
+    def _store(self, piece: Piece) -> str | None:
+        try:
+            image_bytes = _image_bytes(read_header(piece.image), piece)
+        except ValueError:
+            image_bytes = None
+        if image_bytes is None:
+            return CORRUPT
+        seal(piece.image)
+        path = files.path_of(self._root, piece.key)
+        temporary = files.temporary_of(path, self._owner, next(self._numbers))
+        try:
+            files.write_image(path, temporary, piece.image[:image_bytes], direct=self._direct)
+        except FileNotFoundError:
+            if not self._lock.is_held:
+                raise
+            files.make_folders(path)
+            files.write_image(path, temporary, piece.image[:image_bytes], direct=self._direct)
+        return None
+
+    def _delete(self, piece: Piece) -> str | None:
+        try:
+            Path(files.path_of(self._root, piece.key)).unlink()
+        except FileNotFoundError:
+            if not self._lock.is_held:
+                self._owed.append(piece.key)
+                raise
+            return ABSENT
+        except OSError:
+            self._owed.append(piece.key)
+            raise
+        if not self._writes.is_up:
+            self._writes.hasten()
+        return None
+
+    def _discard(self, piece: Piece, why: str) -> str:
+        path = files.path_of(self._root, piece.key)
+        _remove(path)
+        _log.debug("chunk_corrupt", tier=self.name, path=path, why=why)
+        return CORRUPT
+
+    def _is_only_of_file(self, error: OSError) -> bool:
+        """Whether a load failed for this file alone: the disk can be read otherwise."""
+        if error.errno in _NOT_THE_FILE or not self._lock.is_held:
+            return False
+        try:
+            files.probe_read(self._root, direct=self._direct)
+        except OSError:
+            return False
+        return True
+
+    def _judge(self, error: OSError, *sides: Health) -> None:
+        """Take down what ``error`` says does not work: at least ``sides``, both if the directory is gone."""
+        is_gone = not self._lock.is_held
+        for side in (self._reads, self._writes) if is_gone else sides:
+            side.report("the directory is gone" if is_gone else error.strerror or str(error))
+
+    def _header_of(self, path: str, num_bytes: int, head_bytes: int) -> Header | None:
+        """Header of the file at ``path``, None if it has none. ``head_bytes`` is how long it is likely to be.
+
+        Raises OSError if the disk cannot be read.
+        """
+        while True:
+            try:
+                return read_header(memoryview(files.read_head(path, head_bytes)))
+            except ValueError:
+                if head_bytes >= min(num_bytes, _MAX_HEAD_BYTES):
+                    return None
+                head_bytes *= 4  # it may be longer than what was read
+            except OSError as error:
+                if not isinstance(error, FileNotFoundError) and not self._is_only_of_file(error):
+                    raise
+                return None
+
+    def _probe(self) -> None:
+        """See whether what is down works again, and make the directory anew if it is gone."""
+        try:
+            Path(self._root).mkdir(0o700, exist_ok=True)  # not its parents: a mount that is gone is not replaced
+            self._lock.take()
+            if not self._reads.is_up:
+                files.probe_read(self._root, direct=self._direct)
+                self._reads.recover()
+            if not self._writes.is_up:
+                files.probe_write(self._root, self._room_bytes, direct=self._direct)
+                while self._owed:
+                    Path(files.path_of(self._root, self._owed[0])).unlink(missing_ok=True)
+                    self._owed.popleft()
+                self._room_bytes = 0
+                self._writes.recover()
+        except (OSError, ConfigError) as error:
+            for side in (self._reads, self._writes):
+                if not side.is_up:
+                    side.report(str(error))
+        finally:
+            self._is_probing = False
+
+
+def _image_bytes(header: Header, piece: Piece) -> int | None:
+    """Size of the image that ``header`` describes, or None if it is not the image of ``piece``."""
+    image_bytes = header.header_bytes + header.payload_bytes
+    fits = image_bytes <= len(piece.image) <= align_up(image_bytes)
+    return image_bytes if header.key == piece.key and fits else None
+
+
+def _file_bytes(header: Header) -> int:
+    return align_up(header.header_bytes + header.payload_bytes)
+
+
+def _found(header: Header, stored_bytes: int) -> Found:
+    return Found(
+        key=header.key,
+        parent=header.parent,
+        sketch=sketch_of(header.tokens),
+        num_tokens=header.num_tokens,
+        image_bytes=header.header_bytes + header.payload_bytes,
+        stored_bytes=stored_bytes,
+    )
+
+
+def _remove(path: str) -> bool:
+    try:
+        Path(path).unlink()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,346 @@
+"""The files of a disk tier: where a key's file is, how an image gets into it and out, whose the directory is.
+
+    <root>/.lock                          who owns the directory
+    <root>/<space>/<xx>/<hash>.qkv        a chunk image, zeros up to a multiple of 4096; <xx> begins the hash
+    <root>/<space>/<xx>/<hash>.<owner>-<n>.tmp   one that is being written, or was when its process died
+
+All names are hexadecimal digits of the key, so no key reaches outside of the root. Knows nothing of jobs or threads;
+errors are OSError as the system raises them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from qkvault.errors import ConfigError
+from qkvault.image import ALIGNMENT_BYTES, align_up
+from qkvault.logs import get_logger
+from qkvault.types import KEY_BYTES, SPACE_BYTES, ChunkKey
+
+CHUNK_SUFFIX: Final = ".qkv"
+TEMPORARY_SUFFIX: Final = ".tmp"
+LOCK_NAME: Final = ".lock"
+PROBE_NAME: Final = ".probe"
+
+_SPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+_SHARD_NAME: Final = re.compile(r"[0-9a-f]{2}")
+_FILE_NAME: Final = re.compile(r"([0-9a-f]{64})(?:\.qkv|\.([0-9a-f]+)-[0-9]+\.tmp)")
+_SHARD_DIGITS: Final = 2
+_OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # non-blocking, lest a FIFO hold up a thread
+
+_log = get_logger("tiers")
+
+
+class FileKind(str, Enum):
+    """What a name in the directory says its file is."""
+
+    CHUNK = "chunk"
+    TEMPORARY = "temporary"
+    FOREIGN = "foreign"
+
+
+class Entry(NamedTuple):
+    """A file below the root. ``key`` is what its name says; empty for a foreign file."""
+
+    path: str
+    kind: FileKind
+    key: bytes
+    owner: str  # of a temporary file
+    num_bytes: int
+    modified: int  # nanoseconds
+
+
+class WrongSize(ValueError):
+    """A file is not as long as its image must be, or is no regular file at all."""
+
+
+def path_of(root: str, key: bytes) -> str:
+    """Path of the file of ``key``. Raises ValueError unless it has the length of a key."""
+    if len(key) != KEY_BYTES:
+        msg = f"a key has {KEY_BYTES} bytes, not {len(key)}"
+        raise ValueError(msg)
+    digest = key[SPACE_BYTES:].hex()
+    return f"{root}/{key[:SPACE_BYTES].hex()}/{digest[:_SHARD_DIGITS]}/{digest}{CHUNK_SUFFIX}"
+
+
+def temporary_of(path: str, owner: str, number: int) -> str:
+    """A name beside ``path`` that nobody else uses, if ``owner`` (hexadecimal) and ``number`` are his alone."""
+    return f"{path.removesuffix(CHUNK_SUFFIX)}.{owner}-{number}{TEMPORARY_SUFFIX}"
+
+
+def make_folders(path: str) -> None:
+    """Make the folders between the root and the file at ``path``, but not the root."""
+    shard = Path(path).parent
+    shard.parent.mkdir(0o700, exist_ok=True)
+    shard.mkdir(0o700, exist_ok=True)
+
+
+def write_image(path: str, temporary: str, image: memoryview, *, direct: bool) -> None:
+    """Write ``image`` to ``temporary``, padded with zeros, and rename it to ``path``: whole, or not at all.
+
+    Raises FileNotFoundError if their folder is not there. Not synced: what a power cut leaves is told from a whole
+    chunk by its check sums.
+    """
+    descriptor = _create(temporary)
+    try:
+        try:
+            padded_bytes = align_up(len(image))
+            parts = _padded(image)
+            if _transfer(os.pwritev, descriptor, parts, padded_bytes, direct=direct) != padded_bytes:
+                raise OSError(errno.EIO, "the file took no more bytes")
+        finally:
+            os.close(descriptor)
+        Path(temporary).rename(path)
+    except OSError:
+        with suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def read_image(path: str, image: memoryview, *, direct: bool, touch: bool = True) -> None:
+    """Fill ``image`` from the file at ``path`` and, with ``touch``, let the file count as used now.
+
+    Raises FileNotFoundError if it is not there, WrongSize if it is not exactly as long as the padded image.
+    """
+    descriptor = os.open(path, os.O_RDONLY | _OPEN)
+    try:
+        status = os.fstat(descriptor)
+        padded_bytes = align_up(len(image))
+        if not stat.S_ISREG(status.st_mode) or status.st_size != padded_bytes:
+            msg = f"{status.st_size} bytes instead of {padded_bytes}"
+            raise WrongSize(msg)
+        parts = _padded(image)
+        num_bytes = _transfer(os.preadv, descriptor, parts, padded_bytes, direct=direct)
+        if num_bytes != padded_bytes:
+            msg = f"{num_bytes} bytes read of {padded_bytes}"
+            raise WrongSize(msg)
+        if tail_bytes := len(image) % ALIGNMENT_BYTES:
+            image[-tail_bytes:] = parts[-1][:tail_bytes]
+        if touch:
+            with suppress(OSError):  # a read-only file system: the order of use is lost, the bytes are not
+                os.utime(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_head(path: str, num_bytes: int) -> bytes:
+    """Up to ``num_bytes`` from the start of a file, through the page cache."""
+    descriptor = os.open(path, os.O_RDONLY | _OPEN)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead into the payload
+        return os.pread(descriptor, num_bytes, 0)
+    finally:
+        os.close(descriptor)
+
+
+def walk(root: str) -> Iterator[Entry]:
+    """Every file below ``root`` but the lock, in no order. Follows no links; what vanishes meanwhile is left out."""
+    for top in _list(root):
+        if top.name in (LOCK_NAME, PROBE_NAME):
+            continue
+        if not _is_folder(top, _SPACE_NAME):
+            yield from _foreign(top)
+            continue
+        for shard in _list(top.path):
+            if not _is_folder(shard, _SHARD_NAME):
+                yield from _foreign(shard)
+                continue
+            for file in _list(shard.path):
+                yield from _entry(top.name, shard.name, file)
+
+
+def remove_empty_folders(root: str) -> None:
+    """Remove the folders of spaces and shards that hold nothing any more."""
+    for top in _list(root):
+        if _is_folder(top, _SPACE_NAME):
+            for folder in (*(shard.path for shard in _list(top.path) if _is_folder(shard, _SHARD_NAME)), top.path):
+                with suppress(OSError):  # not empty
+                    Path(folder).rmdir()
+
+
+def probe_read(root: str, *, direct: bool) -> None:
+    """Read a few bytes from the disk. Raises OSError if that does not work."""
+    descriptor = os.open(f"{root}/{LOCK_NAME}", os.O_RDONLY | _OPEN)
+    try:
+        _transfer(os.preadv, descriptor, [_page()], 1, direct=direct)
+    finally:
+        os.close(descriptor)
+
+
+def probe_write(root: str, room_bytes: int, *, direct: bool) -> None:
+    """Write a page. Raises OSError if that does not work, or if there is no room for ``room_bytes`` more."""
+    path = f"{root}/{PROBE_NAME}"
+    descriptor = _create(path)
+    try:
+        _transfer(os.pwritev, descriptor, [_page()], ALIGNMENT_BYTES, direct=direct)
+        room = os.fstatvfs(descriptor)
+        if room.f_bavail * room.f_frsize < room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
+        Path(path).unlink()
+
+
+class DirectoryLock:
+    """The right to write below a root. The system frees it when its process ends, however that ends.
+
+    Taken and released by one thread at a time; any may ask whether it is held.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._path = f"{root}/{LOCK_NAME}"
+        self._descriptor = -1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether we hold the lock that is in the directory now."""
+        return self._descriptor >= 0 and self._is_there(self._descriptor)
+
+    def take(self) -> None:
+        """Take it, unless it is held: also again, when the directory was removed and made anew.
+
+        Raises ConfigError, naming the process, if the directory has another owner; OSError otherwise.
+        """
+        while not self.is_held:
+            self.release()
+            # Kept open for reading only: one that may write would keep an operator from remounting read-only.
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | _OPEN, 0o600)
+            try:
+                self._lock(descriptor)
+                if self._is_there(descriptor):  # else its last owner removed it before he let go: take the new one
+                    Path(self._path).write_text(f"{os.getpid()}\n", encoding="ascii")
+                    self._descriptor, descriptor = descriptor, -1
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    def release(self, *, remove: bool = False) -> None:
+        """Give it back, and leave no trace of it if ``remove``. Idempotent."""
+        if self._descriptor < 0:
+            return
+        with suppress(OSError):
+            if remove and self.is_held:
+                Path(self._path).unlink()
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            msg = f"{Path(self._path).parent} is in use by process {owner}: give each its own directory"
+            raise ConfigError(msg) from None
+        except OSError as error:
+            _log.warning("directory_not_locked", path=self._path, error=error, hint="let one process use it")
+
+    def _is_there(self, descriptor: int) -> bool:
+        try:
+            ours, there = os.fstat(descriptor), os.lstat(self._path)
+        except OSError:
+            return False
+        return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
+
+
+def _create(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
+
+
+def _page() -> memoryview:
+    return memoryview(mmap.mmap(-1, ALIGNMENT_BYTES))  # of zeros, where O_DIRECT wants it; unmapped with its last view
+
+
+def _padded(image: memoryview) -> list[memoryview]:
+    # The aligned body in place, then a page that holds its tail: O_DIRECT knows whole pages only.
+    body_bytes = len(image) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    if body_bytes == len(image):
+        return [image]
+    page = _page()
+    page[: len(image) - body_bytes] = image[body_bytes:]
+    return [image[:body_bytes], page] if body_bytes else [page]
+
+
+def _transfer(
+    move: Callable[[int, Sequence[memoryview], int], int],
+    descriptor: int,
+    parts: list[memoryview],
+    num_bytes: int,
+    *,
+    direct: bool,
+) -> int:
+    """Move ``parts`` to or from the start of a file. Returns the bytes moved: fewer at the end of a file only."""
+    if direct:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+        except OSError:
+            direct = False  # this file system cannot
+    moved = 0
+    while moved < num_bytes:
+        try:
+            count = move(descriptor, _after(parts, moved), moved)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            # Not as this device wants it, e.g. memory that does not begin at a page: once more, through the page cache.
+            direct = False
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
+            continue
+        if count == 0:
+            break
+        moved += count
+    return moved
+
+
+def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
+    left = []
+    for part in parts:
+        if num_bytes < len(part):
+            left.append(part[num_bytes:])
+        num_bytes = max(0, num_bytes - len(part))
+    return left
+
+
+def _list(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _is_folder(entry: os.DirEntry[str], pattern: re.Pattern[str]) -> bool:
+    return pattern.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
+
+
+def _foreign(entry: os.DirEntry[str]) -> Iterator[Entry]:
+    if entry.is_dir(follow_symlinks=False):
+        for inner in _list(entry.path):
+            yield from _foreign(inner)
+    else:
+        yield from _entry("", "", entry)
+
+
+def _entry(space: str, shard: str, file: os.DirEntry[str]) -> Iterator[Entry]:
+    try:
+        status = file.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    match = _FILE_NAME.fullmatch(file.name) if space else None
+    if match is None or not match[1].startswith(shard) or not stat.S_ISREG(status.st_mode):
+        kind, key, owner = FileKind.FOREIGN, b"", ""
+    else:
+        owner = match[2] or ""
+        kind = FileKind.TEMPORARY if owner else FileKind.CHUNK
+        key = bytes.fromhex(space + match[1])
+    yield Entry(file.path, kind, ChunkKey(key), owner, status.st_size, status.st_mtime_ns)

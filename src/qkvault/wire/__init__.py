@@ -1,0 +1,1 @@
+"""Between processes: one tagged message type each way, and the transports that carry it."""

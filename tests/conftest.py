@@ -1,0 +1,161 @@
+"""What every test gets: an environment without our settings, and a check that it left nothing behind.
+
+Leaked threads, descriptors and shared memory are the typical bugs of a cache, so the harness looks after each test.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import runpy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import settings
+
+OURS = "qkvault"
+GRACE_SECONDS = 2.0  # a thread that was told to stop may still be on its way out
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = runpy.run_path(str(ROOT / "scripts" / "fetch_model.py"))["model_path"]()
+REQUIRE_VLLM = os.environ.get("QKVAULT_REQUIRE_VLLM") == "1"  # set by `make test`: what is missing fails, not skips
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.load_profile("default")
+
+
+def clean_environment() -> None:
+    """No setting of the developer's shell, nor of an earlier test, reaches a test."""
+    for name in [name for name in os.environ if name.startswith("QKVAULT_")]:
+        del os.environ[name]
+
+
+clean_environment()  # for what modules and fixtures of a larger scope read
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process holds at one moment."""
+
+    threads: frozenset[threading.Thread]
+    descriptors: dict[str, str]  # number to what it is open on
+    segments: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(frozenset(threading.enumerate()), _open_descriptors(), _our_segments())
+
+    def leaks(self) -> list[str]:
+        """What is held now and was not then, and should not be."""
+        now = Snapshot.take()
+        found = [
+            f"thread {thread.name!r}"
+            for thread in now.threads - self.threads
+            if not thread.daemon or thread.name.startswith(OURS)
+        ]
+        if len(now.descriptors) > len(self.descriptors):
+            new = now.descriptors.items() - self.descriptors.items()
+            found += [f"descriptor {number} on {target}" for number, target in new]
+        found += [
+            f"shared memory {name!r}" for name in now.segments - self.segments if not _is_held_by_another_process(name)
+        ]
+        return sorted(found)
+
+    def leaks_after(self, grace_seconds: float) -> list[str]:
+        """The leaks that are still there when the grace is over."""
+        if not (found := self.leaks()):
+            return []
+        gc.collect()  # what only a cycle keeps alive is no leak
+        deadline = time.monotonic() + grace_seconds
+        while (found := self.leaks()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+
+def _open_descriptors() -> dict[str, str]:
+    descriptors = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            descriptors[entry.name] = str(entry.readlink())
+        except FileNotFoundError:
+            continue  # the one that lists the folder
+    return descriptors
+
+
+def _our_segments() -> frozenset[str]:
+    return frozenset(path.name for path in Path("/dev/shm").glob(f"{OURS}*"))
+
+
+def _is_held_by_another_process(segment: str) -> bool:
+    """Whether a process that is not of this run maps it: several runs of the tests may share a machine."""
+    this = psutil.Process()
+    family = {str(process.pid) for process in (this, *this.children(recursive=True))}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.name not in family and f"/{segment}" in (process / "maps").read_text():
+                return True
+        except OSError:
+            continue  # gone meanwhile, or not ours to read
+    return False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_up() -> None:
+    """Open once what Python keeps open for good from its first use on, so that no test is charged with it."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def _isolation(request: pytest.FixtureRequest) -> Iterator[None]:
+    clean_environment()
+    marker = request.node.get_closest_marker("allow_leaks")
+    before = Snapshot.take()
+    yield
+    if marker is None and (found := before.leaks_after(GRACE_SECONDS)):
+        pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def take_snapshot() -> Callable[[], Snapshot]:
+    """Look at what the process holds, as the leak checks do."""
+    return Snapshot.take
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The directory of the small model that `make setup` fetches."""
+    if not (MODEL / "model.safetensors").is_file():
+        _skip_or_fail(f"no model in {MODEL}: run scripts/fetch_model.py")
+    return MODEL
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, and say why."""
+    leaks = item.get_closest_marker("allow_leaks")
+    if leaks is not None and not (leaks.args and str(leaks.args[0]).strip()):
+        pytest.fail("allow_leaks needs a reason", pytrace=False)
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        _skip_or_fail("vllm is not importable: run `make setup`")
+    if item.get_closest_marker("gpu") and not _has_cuda():
+        pytest.skip("no CUDA device")
+
+
+def _skip_or_fail(reason: str) -> None:
+    if REQUIRE_VLLM:
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,143 @@
+"""The pages tell the truth: links lead somewhere, cited tests exist, generated pages are what the code generates."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GENERATED = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))["GENERATED"]
+
+
+def pages_of(root: Path) -> list[Path]:
+    return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("examples/**/*.md")])
+
+
+def links_of(page: Path) -> list[str]:
+    """Relative link targets, without anchors; code blocks do not link."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [target.partition("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
+
+
+def dead_links(root: Path) -> Iterator[str]:
+    for page in pages_of(root):
+        for target in links_of(page):
+            if not (page.parent / target).exists():
+                yield f"{page.relative_to(root)}: nothing at {target}"
+
+
+def pages_not_listed(root: Path) -> Iterator[str]:
+    index = root / "docs" / "index.md"
+    listed = {(index.parent / target).resolve() for target in links_of(index)}
+    for page in sorted(index.parent.rglob("*.md")):
+        if page != index and page.resolve() not in listed:
+            yield f"docs/index.md does not list {page.relative_to(root)}"
+
+
+def behaviour_problems(root: Path) -> Iterator[str]:
+    """Rows of docs/behaviours.md are numbered B1, B2, ... and cite tests that exist."""
+    text = (root / "docs" / "behaviours.md").read_text(encoding="utf-8")
+    numbers = [int(number) for number in re.findall(r"^\|\s*B(\d+)\s*\|", text, flags=re.MULTILINE)]
+    if numbers != list(range(1, len(numbers) + 1)):
+        yield f"rows are not numbered B1, B2, ... in order: {numbers}"
+    methods = methods_by_class(root)
+    for file, name in re.findall(r"(tests/[\w/]+\.py)::([\w:]+)", text):
+        if not is_test(root / file, name.split("::"), methods):
+            yield f"no test {file}::{name}"
+
+
+def methods_by_class(root: Path) -> dict[str, set[str]]:
+    """Class name to its methods and (by name) its bases, in the tests and in the contract suites they inherit."""
+    found: dict[str, set[str]] = {}
+    for path in [*root.glob("tests/**/*.py"), *root.glob("src/qkvault/testing/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names = {item.name for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))}
+                found[node.name] = names | {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    return found
+
+
+def is_test(path: Path, names: Sequence[str], methods: dict[str, set[str]]) -> bool:
+    if not path.is_file():
+        return False
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    at_top = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    return names[0] in at_top and (len(names) == 1 or inherits(names[0], names[-1], methods))
+
+
+def inherits(class_name: str, method: str, methods: dict[str, set[str]]) -> bool:
+    own = methods.get(class_name, set())
+    return method in own or any(inherits(base, method, methods) for base in own & methods.keys() - {class_name})
+
+
+def stale_pages(root: Path, generated: Sequence[tuple[str, Callable[[], str]]]) -> Iterator[str]:
+    for name, generate in generated:
+        page = root / name
+        if not page.is_file() or page.read_text(encoding="utf-8") != generate():
+            yield f"{name} is not what the code generates: run `make docs`"
+
+
+def test_links_lead_somewhere():
+    assert list(dead_links(ROOT)) == []
+
+
+def test_the_index_lists_every_page():
+    assert list(pages_not_listed(ROOT)) == []
+
+
+@pytest.mark.skipif(not (ROOT / "docs" / "behaviours.md").exists(), reason="no docs/behaviours.md")
+def test_behaviours_cite_tests_that_exist():
+    assert list(behaviour_problems(ROOT)) == []
+
+
+def test_generated_pages_are_fresh():
+    assert list(stale_pages(ROOT, GENERATED)) == []
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A small repository in which every check has something to find, and something to leave alone."""
+    files = {
+        "README.md": "[docs](docs/index.md#top) [gone](docs/gone.md) [web](https://example.org)\n```\n[x](y.md)\n```\n",
+        "docs/index.md": "[listed](listed.md)",
+        "docs/listed.md": "",
+        "docs/forgotten.md": "",
+        "docs/behaviours.md": (
+            "| B1 | is | `tests/test_a.py::test_f[x]`, `tests/test_a.py::TestDisk::test_load` |\n"
+            "| B1 | is not | `tests/test_a.py::test_g`, `tests/test_a.py::TestDisk::test_h`, `tests/no.py::test_f` |\n"
+        ),
+        "tests/test_a.py": "from c import Contract\ndef test_f(): ...\nclass TestDisk(Contract): ...\n",
+        "src/qkvault/testing/c.py": "class Contract:\n    def test_load(self): ...\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_dead_link_is_seen(site):
+    assert list(dead_links(site)) == ["README.md: nothing at docs/gone.md"]
+
+
+def test_a_page_that_is_not_listed_is_seen(site):
+    assert [line.rpartition("/")[2] for line in pages_not_listed(site)] == ["behaviours.md", "forgotten.md"]
+
+
+def test_a_wrong_number_or_citation_is_seen(site):
+    assert list(behaviour_problems(site)) == [
+        "rows are not numbered B1, B2, ... in order: [1, 1]",
+        "no test tests/test_a.py::test_g",
+        "no test tests/test_a.py::TestDisk::test_h",
+        "no test tests/no.py::test_f",
+    ]
+
+
+def test_a_stale_page_is_seen(site):
+    pages = [("docs/listed.md", str), ("docs/forgotten.md", lambda: "new"), ("docs/config.md", str)]
+    assert [line.split()[0] for line in stale_pages(site, pages)] == ["docs/forgotten.md", "docs/config.md"]

@@ -1,0 +1,281 @@
+"""The pool: no byte has two owners, nothing is lost or cut to pieces over time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkvault import pool as pool_module
+from qkvault.errors import ConfigError, InvariantError
+from qkvault.image import ALIGNMENT_BYTES
+from qkvault.pool import AttachedPool, Pool
+
+MIB = 1 << 20
+NAME = "qkvault-test"
+
+
+def is_mapped() -> bool:
+    return f"memfd:{NAME}" in Path("/proc/self/maps").read_text()
+
+
+def make_pool(capacity_bytes: int = MIB) -> Pool:
+    return Pool(capacity_bytes, prefault=False)
+
+
+# The allocator
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * ALIGNMENT_BYTES)), max_size=120), st.randoms())
+@settings(max_examples=60)
+def test_slots_never_overlap_and_all_of_the_pool_comes_back(operations, chance):
+    pool = make_pool(100 * ALIGNMENT_BYTES)
+    live: dict[int, int] = {}
+    for is_free, num_bytes in operations:
+        if is_free and live:
+            offset = chance.choice(list(live))
+            pool.free(offset)
+            del live[offset]
+        elif (offset := pool.allocate(num_bytes)) is not None:
+            live[offset] = num_bytes
+        spans = sorted(live.items())
+        assert all(at + size <= start for (at, size), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(start % ALIGNMENT_BYTES == 0 and start + size <= pool.capacity_bytes for start, size in spans)
+        assert pool.slots.keys() == live.keys()
+        pool.check()
+    for offset in live:
+        pool.free(offset)
+    assert pool.largest_free_bytes == pool.free_bytes == pool.capacity_bytes
+    pool.check()
+    pool.close()
+
+
+def test_a_slot_is_freed_once():
+    """After a second free raised, all slots that fit are still distinct."""
+    pool = make_pool(16 * ALIGNMENT_BYTES)
+    offset = pool.allocate(ALIGNMENT_BYTES)
+    pool.free(offset)
+    with pytest.raises(InvariantError, match="freed twice"):
+        pool.free(offset)
+    with pytest.raises(InvariantError, match="never allocated"):
+        pool.free(12345)
+    offsets = [pool.allocate(ALIGNMENT_BYTES) for _ in range(16)]
+    assert len(set(offsets)) == 16
+    assert pool.allocate(1) is None
+    pool.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_a_slot_has_bytes(num_bytes):
+    pool = make_pool()
+    with pytest.raises(ValueError, match="slot"):
+        pool.allocate(num_bytes)
+    pool.close()
+
+
+def test_whole_chunks_and_tails_grow_towards_each_other():
+    pool = make_pool()
+    large = pool.allocate(100_000)
+    small = pool.allocate(10_000)
+    assert large == 0
+    assert small + 3 * ALIGNMENT_BYTES == pool.capacity_bytes
+    pool.close()
+
+
+def churn(pool: Pool, live: deque[int], chance: random.Random, rounds: int) -> list[float]:
+    """Allocate ``rounds`` chunks, freeing the oldest where there is no room. Returns how full the pool was each time."""
+    chunk_bytes = 61 * ALIGNMENT_BYTES
+    fullness = []
+    for _ in range(rounds):
+        num_bytes = chunk_bytes if chance.random() < 0.7 else chance.randrange(1, chunk_bytes)
+        while (offset := pool.allocate(num_bytes)) is None:
+            fullness.append(pool.used_bytes / pool.capacity_bytes)
+            pool.free(live.popleft())
+        live.append(offset)
+    return fullness
+
+
+def test_fifty_thousand_operations_near_full_do_not_fragment_the_pool():
+    """Freeing the oldest keeps nine tenths in use to the end, and clearing gives one region of full capacity."""
+    pool = make_pool(1000 * 61 * ALIGNMENT_BYTES)
+    live: deque[int] = deque()
+    chance = random.Random(7)
+    churn(pool, live, chance, 2_000)
+    early = churn(pool, live, chance, 5_000)
+    churn(pool, live, chance, 13_000)
+    late = churn(pool, live, chance, 5_000)
+    pool.check()
+    assert np.mean(late) >= 0.9
+    assert np.mean(late) >= np.mean(early) - 0.02
+    while live:
+        pool.free(live.popleft())
+    assert pool.largest_free_bytes == pool.free_bytes == pool.capacity_bytes
+    pool.close()
+
+
+# Memory
+
+
+@given(st.integers(1, 40 * MIB))
+@settings(max_examples=20)
+def test_any_size_starts_and_is_rounded_down_to_whole_pages(capacity_bytes):
+    if capacity_bytes < ALIGNMENT_BYTES:
+        with pytest.raises(ConfigError, match="too small"):
+            make_pool(capacity_bytes)
+        return
+    pool = make_pool(capacity_bytes)
+    assert pool.capacity_bytes == capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    assert pool.allocate(pool.capacity_bytes) == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("prefault", [True, False])
+@pytest.mark.parametrize("name", [None, NAME])
+def test_a_pool_larger_than_memory_is_refused_at_once_with_the_size_it_needs(name, prefault):
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=str(1 << 50)):
+        Pool(1 << 50, name=name, prefault=prefault)
+    assert time.monotonic() - begin < 1
+    assert not is_mapped()
+
+
+def test_a_size_that_no_address_holds_is_refused():
+    with pytest.raises(ConfigError, match="refuses"):
+        make_pool(1 << 80)
+
+
+def test_a_container_s_limit_counts_as_memory(tmp_path, monkeypatch):
+    limit, absent, unlimited = tmp_path / "limit", tmp_path / "absent", tmp_path / "unlimited"
+    limit.write_text(f"{8 * MIB}\n")
+    unlimited.write_text("max\n")
+    monkeypatch.setattr(pool_module, "_CGROUP_LIMITS", [str(absent), str(unlimited), str(limit)])
+    with pytest.raises(ConfigError, match=f"{8 * MIB} are available"):
+        Pool(9 * MIB)
+    Pool(7 * MIB).close()
+
+
+@pytest.mark.parametrize("name", [None, NAME])
+def test_prefault_takes_all_memory_at_the_start(name):
+    num_bytes = pool_module.STEP_BYTES + MIB
+    pool = Pool(num_bytes, name=name)
+    before = faults()
+    np.frombuffer(pool.memory, np.uint8)[:: mmap.PAGESIZE] = 1
+    assert faults() - before < 200
+    pool.close()
+
+
+def faults() -> int:
+    """Minor page faults of this process so far."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[7])
+
+
+class OldKernel(mmap.mmap):
+    """A mapping that does not know how to populate itself."""
+
+    def madvise(self, *_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_an_older_kernel_prefaults_by_touching(monkeypatch):
+    monkeypatch.setattr(pool_module.mmap, "mmap", OldKernel)
+    pool = Pool(4 * MIB, name=NAME)
+    attached = AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes, prefault=True)
+    assert not any(attached.memory)
+    attached.close()
+    pool.close()
+
+
+class FullMachine(mmap.mmap):
+    """A mapping that finds no page."""
+
+    def madvise(self, advice, *_):
+        if advice != mmap.MADV_HUGEPAGE:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_a_machine_that_runs_full_while_prefaulting_is_an_error_and_nothing_stays(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module.mmap, "mmap", FullMachine)
+        with pytest.raises(ConfigError, match="Cannot allocate memory"):
+            Pool(MIB, name=NAME)
+    gc.collect()
+    assert not is_mapped()
+
+
+# Sharing
+
+
+def test_another_process_sees_the_same_bytes():
+    pool = Pool(MIB, name=NAME)
+    pool.view(8192, 5)[:] = b"hello"
+    script = """
+import sys
+from qkvault.pool import AttachedPool
+pool = AttachedPool(int(sys.argv[1]), int(sys.argv[2]), prefault=True)
+assert bytes(pool.view(8192, 5)) == b"hello"
+pool.view(4096, 5)[:] = b"there"
+pool.close()
+"""
+    arguments = [sys.executable, "-c", script, str(pool.descriptor), str(pool.capacity_bytes)]
+    subprocess.run(arguments, pass_fds=[pool.descriptor], check=True, timeout=60)
+    assert bytes(pool.view(4096, 5)) == b"there"
+    pool.close()
+
+
+def test_only_the_owner_may_open_a_shared_pool():
+    pool = Pool(MIB, name=NAME)
+    assert os.fstat(pool.descriptor).st_mode & 0o777 == 0o600
+    assert not os.get_inheritable(pool.descriptor)
+    pool.close()
+
+
+def test_a_private_pool_has_no_descriptor():
+    pool = make_pool()
+    with pytest.raises(ValueError, match="no descriptor"):
+        _ = pool.descriptor
+    pool.close()
+
+
+def test_attaching_more_than_there_is_fails_and_closes_the_descriptor():
+    pool = Pool(MIB, name=NAME)
+    descriptor = os.dup(pool.descriptor)
+    with pytest.raises(ConfigError, match=f"holds {MIB} bytes"):
+        AttachedPool(descriptor, 2 * MIB)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    pool.close()
+
+
+def test_close_leaves_no_memory_behind_and_may_be_repeated():
+    pool = Pool(MIB, name=NAME)
+    attached = AttachedPool(os.dup(pool.descriptor), MIB)
+    assert is_mapped()
+    for one in (pool, attached, pool, attached):
+        one.close()
+    assert not is_mapped()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_view_that_is_still_held_outlives_the_pool(whole):
+    """The array reads on after close(), and the memory goes with it."""
+    pool = Pool(MIB, name=NAME)
+    array = np.frombuffer(pool.memory if whole else pool.view(4096, 10), np.uint8)
+    pool.view(4096, 2)[:] = b"ok"
+    pool.close()
+    at = 4096 if whole else 0
+    assert bytes(array[at : at + 2]) == b"ok"
+    del array, pool
+    gc.collect()
+    assert not is_mapped()

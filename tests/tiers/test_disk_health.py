@@ -1,0 +1,384 @@
+"""A disk that is full, read-only, gone, broken or stuck: what fails, what goes on, and how it comes back."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from qkvault.errors import ConfigError
+from qkvault.testing.tier_contract import key_of
+from qkvault.tiers import disk_files
+from qkvault.tiers.base import JobKind
+from qkvault.tiers.disk import DiskTier
+
+WAIT_SECONDS = 20.0
+PAYLOAD_BYTES = 100_000
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog):
+    caplog.set_level(logging.INFO)
+
+
+def lines(caplog, event):
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith(event)]
+
+
+def wait_until(holds):
+    """Look again and again, as the store's driver does."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.005)
+
+
+def file_of(root, key):
+    return Path(disk_files.path_of(str(root), key))
+
+
+class FaultyOs:
+    """Makes calls of the ``os`` module raise, for as long as ``faults`` says so."""
+
+    def __init__(self, monkeypatch):
+        self.faults = {}
+        for name in ("pwritev", "preadv", "open", "unlink"):
+            monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+
+    def _wrap(self, name, call):
+        def wrapped(*args, **kwargs):
+            if (code := self.faults.get(name)) is not None and threading.current_thread().name.startswith("qkvault-"):
+                raise OSError(code, os.strerror(code))
+            return call(*args, **kwargs)
+
+        return wrapped
+
+
+@pytest.fixture
+def faulty_os(monkeypatch):
+    return FaultyOs(monkeypatch)
+
+
+# Full
+
+
+def fill(disk, slots, first=0):
+    """Store until no more fits; returns what was stored, and the piece that was not."""
+    stored = []
+    for n in range(first, first + 100):
+        piece = slots.image(n, PAYLOAD_BYTES)
+        if disk.store(piece).failed:
+            return stored, piece
+        stored.append(piece)
+    pytest.fail("the disk does not fill")
+
+
+def test_a_full_disk_still_loads(make_disk, slots, small_disk, caplog):
+    disk = make_disk(small_disk / "tier", probe_seconds=1000.0)
+    stored, too_many = fill(disk, slots)
+    for _ in range(3):
+        assert disk.store(too_many).failed == ((too_many.key, "unavailable"),)
+    assert disk.tier.is_healthy
+    assert disk.tier.problems == {"writing": "No space left on device"}
+    targets = [slots.blank_for(piece) for piece in stored]
+    assert len(disk.load(*targets).done) == len(stored)
+    assert all(target.image == piece.image for target, piece in zip(targets, stored, strict=True))
+    assert disk.load(slots.blank_for(too_many)).failed == ((too_many.key, "absent"),)
+    assert len(lines(caplog, "tier_unavailable")) == 1
+    assert not list((small_disk / "tier").rglob("*.tmp"))
+    assert disk.tier.counters.store_unavailable == 4
+    assert disk.tier.counters.stored_chunks == len(stored)
+
+
+def test_a_full_disk_comes_back_when_chunks_are_deleted(make_disk, slots, small_disk, caplog):
+    """Without waiting for the next probe: a deletion hastens it."""
+    disk = make_disk(small_disk / "tier", probe_seconds=1000.0)
+    stored, too_many = fill(disk, slots)
+    disk.delete(stored[0].key, stored[1].key)
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.store(too_many).done
+    assert len(lines(caplog, "tier_available")) == 1
+
+
+def test_a_full_disk_takes_a_store_that_makes_room(make_disk, slots, small_disk):
+    """What it deletes first is deleted though the store itself may fail, and the next one finds the room."""
+    disk = make_disk(small_disk / "tier", probe_seconds=1000.0)
+    stored, too_many = fill(disk, slots)
+    disk.store(too_many, delete_first=[piece.key for piece in stored[:3]])
+    assert disk.load(slots.blank_for(stored[0])).failed == ((stored[0].key, "absent"),)
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.store(too_many).done
+
+
+def test_a_full_disk_comes_back_when_others_make_room(make_disk, slots, small_disk):
+    """But not before there is room for what did not fit."""
+    disk = make_disk(small_disk / "tier")
+    other = small_disk / "other"
+    other.write_bytes(bytes(400_000))
+    _, too_many = fill(disk, slots)
+    for _ in range(20):
+        disk.tier.poll()
+        time.sleep(0.002)
+    assert disk.tier.problems
+    other.unlink()
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.store(too_many).done
+
+
+# Read-only
+
+
+def remount(path, mode):
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(path)], check=True)
+
+
+def test_a_read_only_disk_still_loads(make_disk, slots, small_disk, caplog):
+    disk = make_disk(small_disk / "tier")
+    stored, other, old = slots.image(1), slots.image(2), slots.image(3)
+    disk.store(stored, old)
+    remount(small_disk, "ro")
+    assert disk.store(other).failed == ((other.key, "unavailable"),)
+    assert disk.delete(old.key).failed == ((old.key, "unavailable"),)
+    target = slots.blank_for(stored)
+    assert disk.load(target).done
+    assert target.image == stored.image
+    assert disk.tier.is_healthy
+    assert disk.tier.problems == {"writing": "Read-only file system"}
+    remount(small_disk, "rw")
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.store(other).done
+    assert [len(lines(caplog, event)) for event in ("tier_unavailable", "tier_available")] == [1, 1]
+    # What was to be deleted meanwhile is deleted before anything new is stored.
+    assert disk.load(slots.blank_for(old)).failed == ((old.key, "absent"),)
+
+
+def test_a_corrupt_file_on_a_read_only_disk_is_not_taken(make_disk, slots, small_disk):
+    disk = make_disk(small_disk / "tier")
+    stored = slots.image(1)
+    disk.store(stored)
+    with file_of(small_disk / "tier", stored.key).open("r+b") as file:
+        file.write(b"QKVX")
+    remount(small_disk, "ro")
+    for _ in range(2):
+        assert disk.load(slots.blank_for(stored)).failed == ((stored.key, "corrupt"),)
+
+
+def test_a_read_only_directory_is_refused_at_start(small_disk):
+    remount(small_disk, "ro")
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        DiskTier(small_disk / "tier", 1 << 20)
+    remount(small_disk, "rw")
+
+
+# Gone
+
+
+def test_a_directory_that_vanishes_is_made_again(make_disk, slots, root, caplog):
+    disk = make_disk()
+    stored = slots.image(1)
+    disk.store(stored)
+    shutil.rmtree(root)
+    assert disk.load(slots.blank_for(stored)).failed == ((stored.key, "unavailable"),)
+    wait_until(lambda: disk.tier.is_healthy)
+    assert disk.load(slots.blank_for(stored)).failed == ((stored.key, "absent"),)
+    wait_until(lambda: not disk.tier.problems)
+    assert disk.store(stored).done
+    assert disk.load(slots.blank_for(stored)).done
+    assert len(lines(caplog, "tier_unavailable")) == 2  # reading, writing
+    assert len(lines(caplog, "tier_available")) == 2
+    with pytest.raises(ConfigError, match="in use by process"):
+        make_disk()
+
+
+def test_the_parent_of_a_directory_is_not_made_again(make_disk, slots, tmp_path):
+    """It may be where a disk was mounted: the one below would be filled instead."""
+    disk = make_disk(tmp_path / "mount" / "tier")
+    stored = slots.image(1)
+    (tmp_path / "mount").rename(tmp_path / "away")
+    for _ in range(3):
+        assert disk.store(stored).failed == ((stored.key, "unavailable"),)
+        time.sleep(0.02)
+    assert not disk.tier.is_healthy
+    assert disk.tier.contains(stored.key) is None
+    assert not (tmp_path / "mount").exists()
+    (tmp_path / "away").rename(tmp_path / "mount")
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.store(stored).done
+
+
+def test_folders_that_vanish_are_made_again(disk, slots, root):
+    stored = slots.image(1)
+    disk.store(stored)
+    for path in root.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    assert disk.load(slots.blank_for(stored)).failed == ((stored.key, "absent"),)
+    assert disk.store(stored).done
+    assert disk.tier.is_healthy
+
+
+def test_a_directory_that_another_process_has_made_its_own_is_left_to_it(make_disk, slots, root):
+    disk = make_disk()
+    stored = slots.image(1)
+    shutil.rmtree(root)
+    make_disk()  # the new owner
+    assert disk.store(stored).failed == ((stored.key, "unavailable"),)
+    wait_until(lambda: not disk.tier.is_healthy and "in use by process" in disk.tier.problems["writing"])
+    assert disk.load(slots.blank_for(stored)).failed == ((stored.key, "unavailable"),)
+    assert not list(root.rglob("*.qkv"))
+
+
+def test_a_lock_that_vanishes_is_taken_again(make_disk, slots, root):
+    disk = make_disk()
+    stored = slots.image(1)
+    (root / ".lock").unlink()
+    disk.store(stored)
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.store(stored).done
+    with pytest.raises(ConfigError, match="in use by process"):
+        make_disk()
+
+
+# Broken
+
+
+def test_one_unreadable_file_is_removed_and_the_tier_goes_on(disk, slots, root, monkeypatch):
+    bad, good = slots.image(1, 9000), slots.image(2, 5000)
+    disk.store(bad, good)
+    read = os.preadv
+
+    def failing(descriptor, parts, offset):
+        if os.fstat(descriptor).st_size == disk.tier.stored_bytes(len(bad.image)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    result = disk.load(slots.blank_for(bad), slots.blank_for(good))
+    assert (result.done, result.failed) == ((good.key,), ((bad.key, "corrupt"),))
+    assert disk.tier.is_healthy
+    assert not file_of(root, bad.key).exists()
+
+
+@pytest.mark.parametrize("fault", [("preadv", errno.EIO), ("open", errno.EMFILE), ("open", errno.EIO)])
+def test_a_disk_that_cannot_be_read_keeps_its_files(disk, slots, faulty_os, caplog, fault):
+    stored = slots.image(1)
+    disk.store(stored)
+    faulty_os.faults.update([fault])
+    for _ in range(5):
+        assert disk.load(slots.blank_for(stored)).failed == ((stored.key, "unavailable"),)
+    assert not disk.tier.is_healthy
+    assert len(lines(caplog, "tier_unavailable tier=disk what=reading")) == 1
+    faulty_os.faults.clear()
+    wait_until(lambda: disk.tier.is_healthy)
+    target = slots.blank_for(stored)
+    assert disk.load(target).done
+    assert target.image == stored.image
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_cannot_be_written_fails_stores_and_says_so_once(disk, slots, faulty_os, caplog, code):
+    stored, other = slots.image(1), slots.image(2)
+    disk.store(stored)
+    faulty_os.faults["pwritev"] = code
+    for _ in range(5):
+        assert disk.store(other).failed == ((other.key, "unavailable"),)
+    assert disk.load(slots.blank_for(stored)).done
+    assert disk.tier.is_healthy
+    counters = disk.tier.counters
+    assert (counters.stored_chunks, counters.store_unavailable) == (1, 5)
+    assert len(lines(caplog, "tier_unavailable tier=disk what=writing")) == 1
+    faulty_os.faults.clear()
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.store(other).done
+
+
+def test_a_deletion_that_failed_is_made_up_for(disk, slots, faulty_os, root):
+    """The store counts it as gone, so it must not stay."""
+    old, new = slots.image(1), slots.image(2)
+    disk.store(old)
+    faulty_os.faults["unlink"] = errno.EIO
+    assert disk.store(new, delete_first=[old.key]).failed == ((new.key, "unavailable"),)
+    assert file_of(root, old.key).exists()
+    faulty_os.faults.clear()
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert not file_of(root, old.key).exists()
+    assert disk.store(new).done
+
+
+# Stuck
+
+
+@pytest.fixture
+def stuck_read(monkeypatch, gate):
+    read = os.preadv
+
+    def waiting(descriptor, parts, offset):
+        gate.pass_through()
+        return read(descriptor, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", waiting)
+    return gate
+
+
+def test_a_read_that_hangs_fails_what_waits_and_keeps_its_slot(make_disk, slots, stuck_read):
+    """Its job is returned, and its slot free for others, only when the system has let go of it."""
+    disk = make_disk(workers=1, read_deadline_seconds=0.01)
+    first, second = slots.image(1), slots.image(2)
+    disk.store(first, second)
+    target = slots.blank_for(first)
+    hanging = disk.submit(JobKind.LOAD, [target])
+    stuck_read.wait_for()
+    waiting = disk.submit(JobKind.LOAD, [slots.blank_for(second)])
+    results = []
+    wait_until(lambda: results.extend(disk.tier.poll()) or results)
+    assert [(result.job_id, result.failed) for result in results] == [(waiting, ((second.key, "unavailable"),))]
+    assert not disk.tier.is_healthy
+    at_once = disk.submit(JobKind.LOAD, [slots.blank_for(second)])
+    assert [result.job_id for result in disk.tier.poll()] == [at_once]
+    assert not disk.tier.drain(0.0)
+    stuck_read.open()
+    assert disk.settle()[hanging].done == (first.key,)
+    assert target.image == first.image
+    wait_until(lambda: disk.tier.is_healthy)
+
+
+def test_one_read_that_hangs_does_not_keep_a_tier_of_several_workers_down(make_disk, slots, stuck_read, monkeypatch):
+    disk = make_disk(workers=2, read_deadline_seconds=0.01)
+    first, second = slots.image(1), slots.image(2)
+    disk.store(first, second)
+    hanging = disk.submit(JobKind.LOAD, [slots.blank_for(first)])
+    stuck_read.wait_for()
+    wait_until(lambda: not disk.tier.is_healthy)
+    monkeypatch.undo()
+    wait_until(lambda: disk.tier.is_healthy)
+    waiting = disk.submit(JobKind.LOAD, [slots.blank_for(second)])
+    results = []
+    wait_until(lambda: results.extend(disk.tier.poll()) or results)
+    assert [(result.job_id, result.done) for result in results] == [(waiting, (second.key,))]
+    stuck_read.open()
+    assert disk.settle()[hanging].done
+
+
+def test_writes_that_hang_in_every_thread_fail_loads_too(make_disk, slots, gate, monkeypatch):
+    disk = make_disk(workers=2, write_deadline_seconds=0.01)
+    stored = slots.image(1)
+    disk.store(stored)
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: (gate.pass_through(), write(*args))[1])
+    hanging = disk.submit(JobKind.STORE, [slots.image(2), slots.image(3)])
+    gate.wait_for(2)
+    waiting = disk.submit(JobKind.LOAD, [slots.blank_for(stored)])
+    results = []
+    wait_until(lambda: results.extend(disk.tier.poll()) or results)
+    assert [(result.job_id, result.failed) for result in results] == [(waiting, ((stored.key, "unavailable"),))]
+    gate.open()
+    assert set(disk.settle()[hanging].done) == {key_of(2), key_of(3)}
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.load(slots.blank_for(stored)).done

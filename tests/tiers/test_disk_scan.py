@@ -1,0 +1,220 @@
+"""What a disk tier finds in its directory when it is opened again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from qkvault.image import Header, header_bytes_for, sketch_of, write_header
+from qkvault.testing.tier_contract import key_of, tokens_of
+from qkvault.tiers import disk_files
+from qkvault.tiers.base import JobKind
+
+
+def file_of(root, key):
+    return Path(disk_files.path_of(str(root), key))
+
+
+def keys_of(desk):
+    return [found.key for found in desk.scan()]
+
+
+@pytest.fixture
+def stored(disk, slots):
+    pieces = [slots.image(n, 3000) for n in range(6)]
+    disk.store(*pieces)
+    return pieces
+
+
+def test_two_thousand_files_are_found(disk, root, slots):
+    template = bytearray(slots.image(0, 100).image)
+    for n in range(2000):
+        header = Header(key_of(n), key_of(n - 1), tokens_of(n), b"space", 4096, 100, 0)
+        write_header(memoryview(template), header)
+        path = file_of(root, key_of(n))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(template + bytes(8192 - len(template)))
+    found = {chunk.key: chunk for chunk in disk.scan()}
+    assert found.keys() == {key_of(n) for n in range(2000)}
+    for n in (0, 1234, 1999):
+        assert found[key_of(n)].sketch == sketch_of(tokens_of(n))
+        assert found[key_of(n)].parent == key_of(n - 1)
+
+
+def test_the_oldest_use_comes_first(disk, stored, root, slots):
+    for n, piece in enumerate(stored):
+        os.utime(file_of(root, piece.key), (1000 + n, 1000 + n))
+    disk.load(slots.blank_for(stored[2]))
+    order = [0, 1, 3, 4, 5, 2]
+    assert keys_of(disk) == [stored[n].key for n in order]
+
+
+def test_order_holds_over_batches(disk, stored, root, monkeypatch):
+    monkeypatch.setattr("qkvault.tiers.disk.SCAN_BATCH", 4)
+    for n, piece in enumerate(stored):
+        os.utime(file_of(root, piece.key), (1000 - n, 1000 - n))
+    batches = [[found.key for found in batch] for batch in disk.tier.scan()]
+    assert [len(batch) for batch in batches] == [4, 2]
+    assert [key for batch in batches for key in batch] == [piece.key for piece in reversed(stored)]
+
+
+def test_a_scan_writes_nothing(make_disk, disk, stored, root):
+    """An index that is lost costs nothing but a scan: no file is written again."""
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in root.rglob("*.qkv")}
+    disk.tier.close()
+    again = make_disk()
+    assert len(keys_of(again)) == len(stored)
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in root.rglob("*.qkv")} == before
+
+
+def test_leftovers_of_a_dead_process_are_removed(disk, stored, root):
+    path = file_of(root, stored[0].key)
+    leftover = Path(disk_files.temporary_of(str(path), "0123abcd", 7))
+    leftover.write_bytes(path.read_bytes()[:5000])
+    assert len(keys_of(disk)) == len(stored)
+    assert not leftover.exists()
+
+
+def test_a_file_that_is_being_written_is_left_alone(make_disk, slots, root, gate, monkeypatch):
+    write = os.pwritev
+    disk = make_disk()
+    monkeypatch.setattr(os, "pwritev", lambda *args: (gate.pass_through(), write(*args))[1])
+    piece = slots.image(1)
+    job_id = disk.submit(JobKind.STORE, [piece])
+    gate.wait_for()
+    assert keys_of(disk) == []
+    assert list(root.rglob("*.tmp"))
+    gate.open()
+    assert disk.settle()[job_id].done == (piece.key,)
+    assert keys_of(disk) == [piece.key]
+
+
+def cut(path):
+    os.truncate(path, 4096)
+
+
+def lengthen(path):
+    os.truncate(path, 1 << 20)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def flip_header(path):
+    content = bytearray(path.read_bytes())
+    content[200] ^= 1
+    path.write_bytes(content)
+
+
+def other_format(path):
+    content = bytearray(path.read_bytes())
+    content[4] += 1
+    path.write_bytes(content)
+
+
+def other_name(path):
+    content = path.read_bytes()
+    path.unlink()
+    other = path.with_name(path.name[:2] + "f" * 62 + ".qkv")
+    other.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, lengthen, empty, flip_header, other_format, other_name])
+def test_what_is_not_a_whole_chunk_is_removed(disk, stored, root, damage):
+    damage(file_of(root, stored[0].key))
+    assert set(keys_of(disk)) == {piece.key for piece in stored[1:]}
+    assert len(list(root.rglob("*.qkv"))) == len(stored) - 1
+
+
+def test_foreign_files_are_left_alone(disk, stored, root):
+    shard = file_of(root, stored[0].key).parent
+    digits = stored[0].key[16:].hex()
+    names = [
+        root / "readme", root / "lost+found" / "file", root / ("z" * 32) / "00" / f"{digits}.qkv",
+        shard.parent / "notes", shard / "notes.qkv", shard / f"{digits}.qkv.bak", shard / f"{digits.upper()}x.qkv",
+        shard / f"{'0' * 62}.qkv", shard / f"{digits}.tmp",
+    ]  # fmt: skip
+    wrong_shard = shard.parent / ("00" if shard.name != "00" else "01") / f"{digits}.qkv"
+    for path in [*names, wrong_shard]:
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("mine")
+    assert set(keys_of(disk)) == {piece.key for piece in stored}
+    assert {path.read_text() for path in [*names, wrong_shard]} == {"mine"}
+
+
+def test_links_are_not_followed(disk, stored, root, tmp_path):
+    outside = tmp_path / "outside"
+    path = file_of(root, stored[0].key)
+    outside.mkdir()
+    path.rename(outside / path.name)
+    path.symlink_to(outside / path.name)
+    (root / ("a" * 32)).symlink_to(root / stored[0].key[:16].hex(), target_is_directory=True)
+    assert set(keys_of(disk)) == {piece.key for piece in stored[1:]}
+    disk.tier.purge()
+    assert (outside / path.name).exists()
+
+
+def test_a_scan_can_be_left_and_begun_again(disk, stored, monkeypatch):
+    monkeypatch.setattr("qkvault.tiers.disk.SCAN_BATCH", 1)
+    scan = disk.tier.scan()
+    assert len(next(scan)) == 1
+    scan.close()
+    assert len(keys_of(disk)) == len(stored)
+
+
+def test_a_chunk_deleted_during_a_scan_is_left_out(disk, stored, monkeypatch):
+    monkeypatch.setattr("qkvault.tiers.disk.SCAN_BATCH", 1)
+    scan = disk.tier.scan()
+    first = next(scan)[0].key
+    rest = [piece.key for piece in stored if piece.key != first]
+    disk.delete(rest[0])
+    assert sorted(found.key for batch in scan for found in batch) == sorted(rest[1:])
+
+
+def test_a_long_header_is_read(disk, slots):
+    """Chunks of thousands of tokens have headers of more than a page."""
+    tokens = tokens_of(1, 8192)
+    header_bytes = header_bytes_for(8192, 100)
+    for n in range(3):
+        piece = slots.blank(key_of(n), header_bytes + 1000)
+        write_header(piece.image, Header(piece.key, key_of(9), tokens, b"s" * 100, header_bytes, 1000, 0))
+        assert disk.store(piece).done
+    found = disk.scan()
+    assert {chunk.key for chunk in found} == {key_of(0), key_of(1), key_of(2)}
+    assert {(chunk.num_tokens, chunk.sketch) for chunk in found} == {(8192, sketch_of(tokens))}
+
+
+def test_jobs_run_during_a_scan(disk, stored, slots):
+    """A thread scans, as the store's does, while another stores and deletes."""
+    seen = []
+    scanning = threading.Thread(target=lambda: [seen.extend(disk.scan()) for _ in range(20)])
+    scanning.start()
+    for n in range(100, 140):
+        assert disk.store(slots.image(n, 2000), delete_first=[key_of(n - 1)]).done
+    scanning.join()
+    assert {piece.key for piece in stored} <= {found.key for found in seen}
+    assert {found.key for found in seen} <= {key_of(n) for n in [*range(6), *range(99, 140)]}
+
+
+def test_a_directory_without_anything_is_empty(disk):
+    assert keys_of(disk) == []
+
+
+def test_a_directory_that_is_gone_is_empty(disk, stored, root):
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    root.rmdir()
+    assert keys_of(disk) == []
+
+
+def test_chunks_of_an_earlier_process_are_loaded(make_disk, slots, stored, disk):
+    disk.tier.close()
+    again = make_disk()
+    for found in again.scan():
+        target = slots.blank(found.key, found.image_bytes)
+        assert again.load(target).done
+        assert target.image == next(piece.image for piece in stored if piece.key == found.key)
