@@ -36,7 +36,7 @@ check: $(LIGHT)  ## format, lint, types, architecture, pages: under a minute, ne
 	$(PY) -m pytest --quiet tests/test_architecture.py tests/test_docs.py
 
 test: setup  ## all tests, on CPU, in random order
-	QKVAULT_REQUIRE_VLLM=1 $(PY) -m pytest $(ARGS)
+	QKV_REQUIRE_VLLM=1 $(PY) -m pytest $(ARGS)
 
 bench: setup  ## the benchmarks; ARGS="--help" lists them
 	$(PY) -m bench $(ARGS)

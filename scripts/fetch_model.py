@@ -26,8 +26,8 @@ GGUF: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def model_path() -> Path:
-    """Where the model is or will be: ``$QKVAULT_MODELS`` (default: .cache/models of the repository) and its name."""
-    root = os.environ.get("QKVAULT_MODELS") or Path(__file__).resolve().parent.parent / ".cache" / "models"
+    """Where the model is or will be: ``$QKV_MODELS`` (default: .cache/models of the repository) and its name."""
+    root = os.environ.get("QKV_MODELS") or Path(__file__).resolve().parent.parent / ".cache" / "models"
     return Path(root).absolute() / NAME
 
 

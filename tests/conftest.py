@@ -24,7 +24,7 @@ OURS = "qkvault"
 GRACE_SECONDS = 2.0  # a thread that was told to stop may still be on its way out
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = runpy.run_path(str(ROOT / "scripts" / "fetch_model.py"))["model_path"]()
-REQUIRE_VLLM = os.environ.get("QKVAULT_REQUIRE_VLLM") == "1"  # set by `make test`: what is missing fails, not skips
+REQUIRE_VLLM = os.environ.get("QKV_REQUIRE_VLLM") == "1"  # set by `make test`: what is missing fails, not skips
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("default", deadline=None, print_blob=True)

@@ -103,9 +103,16 @@ def test_a_truncated_image_is_detected(num_bytes):
     assert is_whole(image[:num_bytes]) == (num_bytes >= header.header_bytes + header.payload_bytes)
 
 
+def test_what_is_missing_of_a_payload_is_told():
+    image = make_image(make_header())
+    header = img.read_header(image)
+    with pytest.raises(ValueError, match=f"10 of {PAYLOAD_BYTES} bytes"):
+        img.verify_payload(image[: header.header_bytes + 10], header)
+
+
 @given(st.binary(max_size=9000))
 def test_foreign_bytes_are_refused_with_a_value_error(junk):
-    with pytest.raises(ValueError, match="bytes|format"):
+    with pytest.raises(ValueError, match=r"bytes|format"):
         img.read_header(memoryview(junk))
 
 

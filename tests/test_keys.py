@@ -228,7 +228,7 @@ def test_a_value_does_not_move_between_the_fields_of_an_identity(value):
             RequestIdentity(tags=(("", value),)),
             RequestIdentity(tags=((value, value),)),
             RequestIdentity(media=(MediaSpan(value.encode(), 0, 1),)),
-            RequestIdentity(media=(MediaSpan(b"d", 0, 1, value),)),
+            RequestIdentity(media=(MediaSpan(b"d", 0, 1, f"kind {value}"),)),  # "embeds" alone needs a mask
         )
     ]
     assert len(set(chains)) == len(chains)

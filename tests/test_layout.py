@@ -216,9 +216,7 @@ def test_parts_may_be_slices_of_larger_tensors():
     assert not whole[:, :, 27:].any()
     longer = memoryview(bytearray(b"\x55" * (len(payload) + 10)))
     write_logical(longer, layout, [part[:, 7:27] for part in whole])
-    np.testing.assert_array_equal(
-        expected_parts(longer[:-10], layout, 20), expected_parts(payload, layout, 20)
-    )
+    np.testing.assert_array_equal(expected_parts(longer[:-10], layout, 20), expected_parts(payload, layout, 20))
     assert longer[-10:] == b"\x55" * 10
 
 

@@ -173,10 +173,10 @@ def test_layers_may_be_tensors_of_their_own(on_device):
 
 
 @both_paths
-@pytest.mark.parametrize("order_of_layers", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1]])
+@pytest.mark.parametrize("order_of_layers", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 1, 3], [0, 2, 3], [1, 3, 5]])
 def test_layers_may_lie_anywhere_in_a_storage(order_of_layers, on_device):
     layout = make_layout()
-    engine = Engine(layout)
+    engine = Engine(make_layout(num_layers=6))
     tensors = [engine.tensors[at] for at in order_of_layers]
     run = random_run(layout, 2, 0, [5, 3])
     PagedConnector(tensors, layout, force_device_path=on_device).batched_from_gpu([run])
@@ -260,11 +260,14 @@ def test_nothing_to_move_is_no_work(on_device):
     np.testing.assert_array_equal(engine.blocks(), before)
 
 
-def test_no_memory_is_allocated_for_the_bytes():
-    layout = make_layout(num_layers=4, num_heads=8, head_size=128)
-    engine = Engine(layout, 64)
-    connector = PagedConnector(engine.tensors, layout)
-    run = random_run(layout, 32, 0, random.sample(range(64), 32))
+@pytest.mark.parametrize("num_heads", [8, 7], ids=["whole", "gaps between pages"])
+@pytest.mark.parametrize(("first_block", "is_random"), [(0, True), (3, True), (3, False)])
+def test_no_memory_is_allocated_for_the_bytes(num_heads, first_block, is_random):
+    layout = make_layout(num_layers=4, num_heads=num_heads, head_size=128)
+    engine = Engine(make_layout(num_layers=4, num_heads=8, head_size=128), 64)
+    connector = PagedConnector([tensor[:, :num_heads] for tensor in engine.tensors], layout)
+    ids = random.sample(range(64), 32) if is_random else range(20, 52)
+    run = random_run(layout, 32 + first_block, first_block, ids)
     tracemalloc.start()
     connector.batched_from_gpu([run])
     connector.batched_to_gpu([run])
@@ -325,10 +328,12 @@ def test_a_run_that_fits_nothing_is_refused_before_any_byte_is_moved(changes, re
 def test_a_read_only_payload_is_not_filled():
     engine = Engine(make_layout())
     run = random_run(engine.layout, 2, 0, [1])
+    before = bytes(run.payload)
     with pytest.raises(ValueError, match="read-only"):
         PagedConnector(engine.tensors, engine.layout).batched_from_gpu(
             [run, run._replace(payload=run.payload.toreadonly())]
         )
+    assert run.payload == before
 
 
 # Other layouts
@@ -470,7 +475,14 @@ def test_layers_of_one_page_that_do_not_lie_in_it_are_refused():
     engine = Engine(make_layout("BLHNPD"))
     other = Engine(make_layout("BLHNPD"))
     first, second, third = engine.tensors
-    for tensors in ([first, third, second], [first, second, second], [first, second, other.tensors[2]]):
+    memory = np.zeros((NUM_BLOCKS, 3, 2, 16, 16), np.int16)
+    neighbours = [torch.from_numpy(memory[:, at]).view(torch.bfloat16) for at in range(3)]  # three storages
+    for tensors in (
+        [first, third, second],
+        [first, second, second],
+        [first, second, other.tensors[2]],
+        neighbours,
+    ):
         with pytest.raises(LayoutMismatch, match="layers inside one page"):
             PagedConnector(tensors, engine.layout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import mmap
 import os
 import random
@@ -51,7 +52,7 @@ def test_slots_never_overlap_and_all_of_the_pool_comes_back(operations, chance):
         elif (offset := pool.allocate(num_bytes)) is not None:
             live[offset] = num_bytes
         spans = sorted(live.items())
-        assert all(at + size <= start for (at, size), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(at + size <= start for (at, size), (start, _) in itertools.pairwise(spans))
         assert all(start % ALIGNMENT_BYTES == 0 and start + size <= pool.capacity_bytes for start, size in spans)
         assert pool.slots.keys() == live.keys()
         pool.check()
@@ -95,7 +96,7 @@ def test_whole_chunks_and_tails_grow_towards_each_other():
 
 
 def churn(pool: Pool, live: deque[int], chance: random.Random, rounds: int) -> list[float]:
-    """Allocate ``rounds`` chunks, freeing the oldest where there is no room. Returns how full the pool was each time."""
+    """Allocate ``rounds`` chunks, freeing the oldest where there is no room. Returns how full the pool then was."""
     chunk_bytes = 61 * ALIGNMENT_BYTES
     fullness = []
     for _ in range(rounds):

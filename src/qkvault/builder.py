@@ -1,14 +1,15 @@
-"""CacheEngineBuilder: engines by instance id (rows 5, 6), each over a store of this process."""
+"""CacheEngineBuilder: engines by instance id (rows 5, 6), each over a store of this process or of a server."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
 
 from qkvault import embedded
+from qkvault.client import StoreClient
 from qkvault.engine import CacheEngine, EngineMetadata
 
 if TYPE_CHECKING:
@@ -17,11 +18,17 @@ if TYPE_CHECKING:
     from qkvault.config import Config
 
 
+class _Built(NamedTuple):
+    engine: CacheEngine
+    store: embedded.EmbeddedStore | None  # None: a server's
+    places: tuple[int, ...]  # addresses of the tensors
+
+
 class CacheEngineBuilder:
     """Engines by instance id. Thread-safe."""
 
     _lock: ClassVar = threading.Lock()
-    _engines: ClassVar[dict[str, tuple[CacheEngine, embedded.EmbeddedStore]]] = {}
+    _engines: ClassVar[dict[str, _Built]] = {}
 
     @classmethod
     def get_or_create(
@@ -29,31 +36,47 @@ class CacheEngineBuilder:
     ) -> CacheEngine:
         """The engine called ``instance_id``, built at the first call.
 
-        Raises ValueError if it exists with another config or metadata (``destroy`` it first), ConfigError if it cannot
-        be built.
+        Raises ValueError if it exists with another config, metadata or tensors (``destroy`` it first); if it cannot be
+        built, ConfigError, LayoutMismatch, or Unavailable when no server answers at ``config.address``.
         """
         config = msgspec.structs.replace(config, instance_id=instance_id)
+        places = tuple(tensor.data_ptr() for tensor in tensors)
         with cls._lock:
-            if instance_id in cls._engines:
-                engine, _ = cls._engines[instance_id]
-                if (engine.config, engine.metadata) != (config, metadata):
-                    msg = f"engine {instance_id!r} exists with another configuration or metadata: destroy it first"
-                    raise ValueError(msg)
-                return engine
-            store = embedded.acquire(config)
-            try:
-                engine = CacheEngine(config, metadata, tensors, store.connect(instance_id))
-            except BaseException:
-                embedded.release(store)
-                raise
-            cls._engines[instance_id] = engine, store
-            return engine
+            built = cls._engines.get(instance_id)
+            if built is None:
+                built = cls._engines[instance_id] = _build(config, metadata, tensors)
+            if (built.engine.config, built.engine.metadata, built.places) != (config, metadata, places):
+                msg = f"engine {instance_id!r} exists with another config, metadata or tensors: destroy it first"
+                raise ValueError(msg)
+            return built.engine
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Close the engine of that id and its store. Unknown ids are ignored."""
-        with cls._lock:
-            engine, store = cls._engines.pop(instance_id, (None, None))
-        if engine is not None and store is not None:
-            engine.close()
+        """Close the engine of that id and, if nobody else uses it, its store. Unknown ids are ignored."""
+        with cls._lock:  # held to the end: who builds anew needs the directory of the disk tier
+            built = cls._engines.pop(instance_id, None)
+            if built is not None:
+                built.engine.close()
+                if built.store is not None:
+                    embedded.release(built.store)
+
+
+def _build(config: Config, metadata: EngineMetadata, tensors: Sequence[torch.Tensor]) -> _Built:
+    store = embedded.acquire(config) if config.address is None else None
+    client = None
+    try:
+        client = _connect(config) if store is None else store.connect(config.instance_id)
+        engine = CacheEngine(config, metadata, tensors, client)
+    except BaseException:
+        if client is not None:
+            client.close()
+        if store is not None:
             embedded.release(store)
+        raise
+    return _Built(engine, store, tuple(tensor.data_ptr() for tensor in tensors))
+
+
+def _connect(config: Config) -> StoreClient:
+    from qkvault.wire.sockets import SocketTransport  # only when there is a server
+
+    return StoreClient(SocketTransport(config.address or "", config.instance_id))

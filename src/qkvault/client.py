@@ -45,7 +45,8 @@ class StoreClient:
         tokens (bytes) of chunk i, where i may be the tail after the last whole one. The lease is the caller's to
         ``release``; a ``lease_id`` of 0 means that nothing was found.
         """
-        found = self._ask(m.Lookup(root, tuple(keys), tuple(checks), _tuple(search_range)), m.Located)
+        media = _tuple(search_range)
+        found = self._ask(m.Lookup(root, tuple(keys), tuple(checks), media), m.Located)
         if not found.can_fork:
             return found
         num_chunks = len(found.ready) + found.num_pending
@@ -53,7 +54,7 @@ class StoreClient:
         if len(tokens) < GRAIN_TOKENS * TOKEN_BYTES:
             return found
         parent = keys[num_chunks - 1] if num_chunks else root
-        return self._ask(m.Match(found.lease_id, parent, tokens), m.Located)
+        return self._ask(m.Match(found.lease_id, parent, tokens, media), m.Located)
 
     def poll(self, lease_id: int) -> m.Located:
         """How far the chunks of a read lease have come. Renews it."""

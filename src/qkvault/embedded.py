@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -37,9 +38,10 @@ class EmbeddedStore:
         Raises ConfigError.
         """
         self.config = config
+        self.is_shared = shared
         self.epoch = time.time_ns()
-        tiers = _open_tiers(config)
         policy = POLICIES.load(config.cache_policy)
+        tiers = _open_tiers(config)
         try:
             pool = Pool(config.ram_bytes, name="qkvault" if shared else None, prefault=config.prefault)
         except BaseException:
@@ -61,7 +63,10 @@ class EmbeddedStore:
         return StoreClient(InprocTransport(self.driver, self.driver.pool, self.driver.wait_change, client))
 
     def serve(self, address: str) -> None:
-        """Answer other processes at ``unix://...`` too. Raises ConfigError if that cannot be."""
+        """Answer other processes at ``unix://...`` too. Raises ConfigError if that cannot be, or is done already."""
+        if self._server is not None:
+            msg = f"the store of {self.config.instance_id!r} is served already"
+            raise ConfigError(msg)
         self._server = SocketServer(self.driver, self.driver.pool, address, epoch=self.epoch)
 
     def close(self) -> None:
@@ -74,13 +79,13 @@ class EmbeddedStore:
 def acquire(config: Config, *, shared: bool = False) -> EmbeddedStore:
     """The store of ``config.instance_id``, built at the first call; every call must be paired with ``release``.
 
-    Raises ConfigError if the instance runs with another configuration.
+    Raises ConfigError if the instance runs with another configuration, or unshared where ``shared`` is asked for.
     """
     with _lock:
         store = _stores.get(config.instance_id)
         if store is None:
             store = _stores[config.instance_id] = EmbeddedStore(config, shared=shared)
-        elif store.config != config:
+        elif store.config != config or (shared and not store.is_shared):
             msg = f"instance {config.instance_id!r} runs with another configuration: use another instance_id"
             raise ConfigError(msg)
         store.num_users += 1
@@ -94,22 +99,29 @@ def find(instance_id: str) -> EmbeddedStore | None:
 
 
 def release(store: EmbeddedStore) -> None:
-    """One user fewer; the last one closes the store."""
+    """One user fewer; the last one closes the store, before anybody can build its successor. Once too often is fine."""
     with _lock:
-        store.num_users -= 1
-        if store.num_users > 0:
-            return
-        _stores.pop(store.config.instance_id, None)
-    store.close()
+        store.num_users = max(0, store.num_users - 1)
+        if store.num_users == 0 and _stores.get(store.config.instance_id) is store:
+            del _stores[store.config.instance_id]
+            store.close()
 
 
 def socket_address(instance_id: str) -> str:
-    """Where the store of an instance answers other processes of the same user: the same in all of them."""
+    """Where the store of an instance answers other processes of the same user: the same in all of them.
+
+    Raises ConfigError if others than this user could put something there.
+    """
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = base / f"qkvault-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        msg = f"{folder} belongs to another user"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        msg = f"{folder} cannot be made: {error}"
+        raise ConfigError(msg) from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        msg = f"{folder} is not a folder that only this user can write to"
         raise ConfigError(msg)
     return f"{UNIX_SCHEME}{folder}/{instance_id}.sock"
 

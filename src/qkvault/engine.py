@@ -9,27 +9,34 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import msgspec
 import torch
 
 from qkvault.client import StoreClient
 from qkvault.config import Config
+from qkvault.errors import ConfigError, ProtocolError, Unavailable
 from qkvault.keys import KeySpace, RequestIdentity
 from qkvault.layout import ChunkLayout
+from qkvault.logs import RateLimited, get_logger
 from qkvault.paged import PagedConnector
 from qkvault.prefix import Prefix, load_items
 from qkvault.stats import StatsMonitor
-from qkvault.tokens import num_masked_tokens
-from qkvault.transfer import SaveItem, Transfer
+from qkvault.tokens import load_scheme, num_masked_tokens
+from qkvault.transfer import SaveItem, SaveReport, StoreResult, Transfer
 from qkvault.types import Medium, Outcome
+from qkvault.wire.messages import Located
 
 if TYPE_CHECKING:
     from qkvault.tokens import Mask, Tokens
-    from qkvault.wire.messages import Located
 
 _NOBODY: Final = RequestIdentity()
+_NOTHING: Final = Located(0, (), 0)
+_NAP_SECONDS: Final = 0.005  # between two looks at what is on its way: a wake-up that comes between them is missed
+_log = RateLimited(get_logger("engine"))
+_Answer = TypeVar("_Answer")
 
 
 class EngineMetadata(msgspec.Struct, frozen=True):
@@ -43,9 +50,10 @@ class EngineMetadata(msgspec.Struct, frozen=True):
 
     def space(self, config: Config) -> KeySpace:
         """The space of the engine's keys."""
+        revision = f"@{quote(config.model_revision)}" if config.model_revision else ""
         return KeySpace(
             model_name=self.model_name,
-            model_fingerprint=f"{self.model_fingerprint}{config.model_revision}",
+            model_fingerprint=quote(self.model_fingerprint) + revision,  # quoted: "a", "bc" is not "ab", "c"
             world_size=self.world_size,
             worker_id=self.worker_id,
             dtype=self.layout.dtype,
@@ -56,40 +64,55 @@ class EngineMetadata(msgspec.Struct, frozen=True):
         )
 
 
-class StoreResult(msgspec.Struct, frozen=True):
-    """What a store did. Tokens that were neither stored nor present had no room, or see ``outcomes``."""
+class _Held(NamedTuple):
+    prefix: Prefix
+    located: Located  # what a lease holds
+    promised_tokens: int  # what it was to hold when it was found
 
-    stored_tokens: int
-    present_tokens: int
-    outcomes: dict[Outcome, int]  # chunks by outcome
+
+class _Loaded(NamedTuple):
+    end_token: int  # what is not masked and before it is there
+    failed_tokens: int = 0
+    voided_tokens: int = 0
 
 
 class CacheEngine:
     """One engine over one set of paged tensors. Calls are to come from one thread at a time.
 
-    Nothing of the cache is an error to the caller: what cannot be had is a shorter result. ValueError is for wrong
-    arguments.
+    Nothing of the cache is an error to store, lookup and retrieve: what cannot be had is a shorter result, and a store
+    that cannot be reached holds nothing. ValueError is for wrong arguments. Orders (``freeze``, ``set_hot_cache``,
+    ``clear``) and ``is_frozen`` raise Unavailable, since who gives one must know that it was not heard.
     """
 
     def __init__(
         self,
         config: Config,
         metadata: EngineMetadata,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor] | PagedConnector,
         client: StoreClient,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``tensors`` are the paged ones, one a layer, laid out as ``metadata.layout`` says."""
+        """``tensors`` are the paged ones, one a layer, laid out as ``metadata.layout`` says; or a connector over them.
+
+        Raises ConfigError if the settings do not fit the layout, LayoutMismatch if the tensors do not.
+        """
+        paged = tensors if isinstance(tensors, PagedConnector) else PagedConnector(tensors, metadata.layout)
+        if config.chunk_size != metadata.layout.chunk_size or paged.layout != metadata.layout:
+            msg = f"chunk_size={config.chunk_size}, but the layout has chunks of {metadata.layout.chunk_size} tokens"
+            raise ConfigError(msg)
         self.config = config
         self.metadata = metadata
         self.stats = StatsMonitor()
+        self.is_healthy = True  # whether the store could be reached when it was last asked
+        self._is_shared = config.disk_path is not None or config.address is not None
+        load_scheme(config.hash_algorithm, shared=self._is_shared)  # what is wrong with it is wrong at start
         self._space = metadata.space(config)
         self._client = client
-        self._paged = PagedConnector(tensors, metadata.layout)
-        self._transfer = Transfer(client, self._paged, self._space)
+        self._paged = paged
+        self._transfer = Transfer(client, paged, self._space, stats=self.stats)
         self._clock = clock
-        self._pinned: dict[str, Located] = {}  # lookup id -> what it holds
+        self._held: dict[str, _Held] = {}  # by lookup id
 
     def store(
         self,
@@ -102,25 +125,31 @@ class CacheEngine:
         """Store the tensors of ``tokens``, which lie in ``block_ids`` in order: whole chunks and whole blocks.
 
         ``mask`` is F..FT..T; a masked chunk is hashed, not stored (rows 15, 16). When room runs out fewer chunks are
-        stored (row 11). Raises ValueError for a misaligned mask or too few blocks.
+        stored (row 11). The blocks may be overwritten when this returns. Raises ValueError for a misaligned mask or too
+        few blocks.
         """
+        num_masked = num_masked_tokens(mask, len(tokens), self._space.chunk_size)
+        end = self._whole_blocks(len(tokens))
+        if not self.config.save_partial_chunks:
+            end = end // self._space.chunk_size * self._space.chunk_size
+        self._require_blocks(block_ids, end)
         request = self.stats.on_store_request(len(tokens))
-        with self.stats.stage("process_tokens", num_tokens=len(tokens)):
-            prefix = Prefix(self._space, identity, tokens)
-            items = self._save_items(prefix, num_masked_tokens(mask, len(tokens), self._space.chunk_size), block_ids)
-        with self.stats.stage("from_gpu") as stage:
-            report = self._transfer.save(items)
-            stage.num_bytes = report.copied_bytes
-        sizes: Counter[Outcome] = Counter()
-        for item, outcome in zip(items, report.outcomes, strict=True):
-            sizes[outcome] += item.num_tokens
-        outcomes = Counter(report.outcomes)
-        chunks = {outcome.value: n for outcome, n in outcomes.items() if outcome is not Outcome.RESERVED}
-        chunks["stored"] = outcomes[Outcome.RESERVED]
-        self.stats.on_store_finished(
-            request, num_tokens=sizes[Outcome.RESERVED], num_bytes=report.copied_bytes, chunks=chunks
-        )
-        return StoreResult(sizes[Outcome.RESERVED], sizes[Outcome.PRESENT], dict(outcomes))
+        items: list[SaveItem] = []
+        report, num_published = SaveReport((), 0), 0
+        try:
+            if identity.uncacheable_reason is None and num_masked < end:
+                prefix = self._prefix(tokens, identity)
+                items = prefix.save_items(num_masked, end, block_ids, self._paged.block_size)
+                report, num_published = self._reach(lambda: self._save(items), (report, 0))
+        except BaseException:
+            self.stats.on_store_finished(request, chunks={"failed": len(items)})
+            raise
+        result = StoreResult.of(items, report.outcomes, num_published)
+        chunks = {outcome.value: n for outcome, n in result.outcomes.items() if outcome is not Outcome.RESERVED}
+        chunks |= {"stored": num_published, "failed": len(items) - num_published - sum(chunks.values())}
+        num_bytes = result.stored_tokens * self.metadata.layout.token_bytes
+        self.stats.on_store_finished(request, num_tokens=result.stored_tokens, num_bytes=num_bytes, chunks=chunks)
+        return result
 
     def lookup(
         self,
@@ -134,30 +163,22 @@ class CacheEngine:
         """How many leading tokens are cached, in whole blocks (row 20). What lies in a lower tier begins to come up.
 
         ``search_range`` names the media to ask (row 22). ``pin`` keeps what was found until ``lookup_unpin`` or until
-        its lease runs out, and needs a ``lookup_id``; the same id again replaces its pins. Raises ValueError.
+        its lease runs out, and needs a ``lookup_id``; the same id again replaces its pins. Less than ``min_hit_tokens``
+        is 0. Raises ValueError.
         """
         if pin and lookup_id is None:
             msg = "pin needs a lookup_id"
             raise ValueError(msg)
-        request = self.stats.on_lookup_request(len(tokens))
-        located = self._find(Prefix(self._space, identity, tokens), search_range)
+        held = self._look_up(tokens, identity, search_range)
         if pin and lookup_id is not None:
-            self.lookup_unpin(lookup_id)
-            self._pinned[lookup_id] = located
-        elif located.lease_id:
-            self._client.release(located.lease_id)
-        found = Counter[Medium]()
-        for ref in located.ready:
-            found[ref.medium] += ref.num_tokens
-        num_pending = located.num_pending * self._space.chunk_size
-        self.stats.on_lookup_finished(request, {medium.value: n for medium, n in found.items()})
-        return self._whole_blocks(sum(found.values()) + num_pending, len(tokens))
+            self._hold(lookup_id, held)
+        elif held is not None:
+            self._release(held)
+        return held.promised_tokens if held is not None else 0
 
     def lookup_unpin(self, lookup_id: str) -> None:
-        """Give up what a lookup pinned (row 24). Unknown ids are ignored."""
-        located = self._pinned.pop(lookup_id, None)
-        if located is not None and located.lease_id:
-            self._client.release(located.lease_id)
+        """Give up what a lookup pinned or prefetches (rows 24, 55). Unknown ids are ignored."""
+        self._hold(lookup_id, None)
 
     def retrieve(
         self,
@@ -172,37 +193,30 @@ class CacheEngine:
 
         Masked tokens are not loaded, nor marked. Waits for chunks on their way, at most ``load_deadline_seconds``. At
         the first chunk that fails it stops: everything after it is void (rows 28, 29). ``lookup_id`` takes what an
-        earlier lookup holds and releases it. Only blocks of tokens marked True, or that failed, are written.
+        earlier lookup of these tokens holds, and releases it. Of the blocks, only those of found tokens that are not
+        masked are written. Raises ValueError for a misaligned mask or too few blocks.
         """
         num_masked = num_masked_tokens(mask, len(tokens), self._space.chunk_size)
+        self._require_blocks(block_ids, self._whole_blocks(len(tokens)))
         request = self.stats.on_retrieve_request(len(tokens) - num_masked)
-        located = self._pinned.pop(lookup_id, None) if lookup_id is not None else None
-        if located is None or not located.lease_id:
-            located = self._find(Prefix(self._space, identity, tokens), None)
-        with self.stats.stage("get"):
-            located = self._client.wait(located, self.config.load_deadline_seconds, self._clock)
-        marked = torch.zeros(len(tokens), dtype=torch.bool)
-        found = self._whole_blocks(sum(ref.num_tokens for ref in located.ready), len(tokens))
-        if len(block_ids) * self.metadata.layout.block_size < found:
-            msg = f"{len(block_ids)} blocks do not hold {found} tokens"
-            raise ValueError(msg)
-        items = load_items(
-            located.ready, num_masked, found, block_ids,
-            chunk_size=self._space.chunk_size, block_size=self.metadata.layout.block_size,
-        )  # fmt: skip
-        num_bytes = sum(len(item.block_ids) for item in items) * self.metadata.layout.block_bytes
+        held, loaded = None, _Loaded(num_masked)
         try:
-            with self.stats.stage("to_gpu", num_bytes):
-                failed = self._transfer.load(items)
-                self._transfer.wait()
+            held = self._take(lookup_id, tokens, identity) or self._find(tokens, identity, None)
+            if held is not None:
+                loaded = self._load(held, num_masked, self._whole_blocks(len(tokens)), block_ids)
         finally:
-            if located.lease_id:
-                self._client.release(located.lease_id)
-        end = items[min(failed)].start_token if failed else found
-        marked[num_masked:end] = True
-        self.stats.on_retrieve_finished(
-            request, num_tokens=max(0, end - num_masked), num_bytes=num_bytes, num_failed_tokens=found - end
-        )
+            if held is not None:
+                self._release(held)
+            num_tokens = loaded.end_token - num_masked
+            self.stats.on_retrieve_finished(
+                request,
+                num_tokens=num_tokens,
+                num_bytes=num_tokens * self.metadata.layout.token_bytes,
+                num_failed_tokens=loaded.failed_tokens,
+                num_voided_tokens=loaded.voided_tokens,
+            )
+        marked = torch.zeros(len(tokens), dtype=torch.bool)
+        marked[num_masked : loaded.end_token] = True
         return marked
 
     def async_lookup_and_prefetch(self, lookup_id: str, tokens: Tokens, *, identity: RequestIdentity = _NOBODY) -> None:
@@ -210,17 +224,17 @@ class CacheEngine:
 
         ``prefetched`` tells how far it is, ``retrieve(lookup_id=...)`` takes it, ``lookup_unpin`` gives it up.
         """
-        self.lookup_unpin(lookup_id)
-        self._pinned[lookup_id] = self._find(Prefix(self._space, identity, tokens), None)
+        self._hold(lookup_id, self._look_up(tokens, identity, None))
 
     def prefetched(self, lookup_id: str) -> tuple[int, bool]:
         """(leading tokens that are in RAM now, whether that is all there will be) for an id that holds something."""
-        located = self._pinned.get(lookup_id)
-        if located is None:
+        held = self._held.get(lookup_id)
+        if held is None:
             return 0, True
-        if located.num_pending:
-            located = self._pinned[lookup_id] = self._client.poll(located.lease_id)
-        return sum(ref.num_tokens for ref in located.ready), located.num_pending == 0
+        if held.located.num_pending:
+            held = self._held[lookup_id] = held._replace(located=self._poll(held))
+        num_tokens = min(sum(ref.num_tokens for ref in held.located.ready), held.promised_tokens)
+        return self._whole_blocks(num_tokens), held.located.num_pending == 0
 
     def freeze(self, *, enabled: bool) -> None:
         """Frozen, stores are skipped and only RAM serves; nothing is evicted or admitted (row 51)."""
@@ -241,22 +255,133 @@ class CacheEngine:
 
     def close(self) -> None:
         """End the session with the store. Idempotent."""
-        self._pinned.clear()
+        self._held.clear()
         self._client.close()
 
-    def _find(self, prefix: Prefix, search_range: Sequence[str] | None) -> Located:
+    def _reach(self, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+        """What ``ask`` returns, or ``otherwise`` if the store cannot be reached."""
+        try:
+            answer = ask()
+        except (Unavailable, ProtocolError) as error:
+            self.is_healthy = False
+            _log.warning("store_out_of_reach", error=error)
+            return otherwise
+        self.is_healthy = True
+        return answer
+
+    def _prefix(self, tokens: Tokens, identity: RequestIdentity) -> Prefix:
+        with self.stats.stage("process_tokens", num_tokens=len(tokens)):
+            return Prefix(self._space, identity, tokens, shared=self._is_shared)
+
+    def _save(self, items: Sequence[SaveItem]) -> tuple[SaveReport, int]:
+        """Store ``items``, and wait for it. Returns what became of them and how many chunks became readable."""
+        num_before = self._transfer.num_published
+        report = self._transfer.save(items)
+        self._transfer.wait()
+        return report, self._transfer.num_published - num_before
+
+    def _look_up(self, tokens: Tokens, identity: RequestIdentity, media: Sequence[str] | None) -> _Held | None:
+        """What is cached, leased and counted; None if it is less than the least that is used."""
+        request = self.stats.on_lookup_request(len(tokens))
+        held = None
+        try:
+            held = self._find(tokens, identity, media)
+            if held is not None and held.promised_tokens < max(1, self.config.min_hit_tokens):
+                self._release(held)
+                held = None
+        finally:
+            self.stats.on_lookup_finished(request, _by_medium(held) if held is not None else {})
+        return held
+
+    def _find(self, tokens: Tokens, identity: RequestIdentity, media: Sequence[str] | None) -> _Held | None:
+        """What is cached, leased; None if nothing is."""
+        if identity.uncacheable_reason is not None:
+            return None
+        prefix = self._prefix(tokens, identity)
+        located = self._reach(lambda: self._locate(prefix, media), _NOTHING)
+        if not located.lease_id:
+            return None
+        found = sum(ref.num_tokens for ref in located.ready) + sum(located.pending_tokens.values())
+        return _Held(prefix, located, self._whole_blocks(min(found, len(tokens))))
+
+    def _locate(self, prefix: Prefix, media: Sequence[str] | None) -> Located:
         with self.stats.stage("lookup", num_tokens=prefix.num_tokens):
-            return prefix.find(self._client, search_range=search_range)
+            return prefix.find(self._client, search_range=media)
 
-    def _save_items(self, prefix: Prefix, num_masked: int, block_ids: Sequence[int]) -> list[SaveItem]:
-        end = self._whole_blocks(prefix.num_tokens, prefix.num_tokens)
-        if not self.config.save_partial_chunks:
-            end = end // self._space.chunk_size * self._space.chunk_size
-        if len(block_ids) * self.metadata.layout.block_size < end:
-            msg = f"{len(block_ids)} blocks do not hold {end} tokens"
+    def _hold(self, lookup_id: str, held: _Held | None) -> None:
+        before = self._held.pop(lookup_id, None)
+        if held is not None:
+            self._held[lookup_id] = held
+        if before is not None:
+            self._release(before)
+
+    def _take(self, lookup_id: str | None, tokens: Tokens, identity: RequestIdentity) -> _Held | None:
+        """What ``lookup_id`` holds of these very tokens, with its lease renewed; None if that is nothing."""
+        held = self._held.pop(lookup_id, None) if lookup_id is not None else None
+        if held is None:
+            return None
+        if not held.prefix.agrees_with(tokens, identity):
+            self._release(held)
+            return None
+        held = held._replace(located=self._poll(held))
+        return held if held.located.lease_id else None
+
+    def _poll(self, held: _Held) -> Located:
+        return self._reach(lambda: self._client.poll(held.located.lease_id), _NOTHING)
+
+    def _release(self, held: _Held) -> None:
+        self._reach(lambda: self._client.release(held.located.lease_id), None)
+
+    def _load(self, held: _Held, num_masked: int, limit: int, block_ids: Sequence[int]) -> _Loaded:
+        """Load the tokens ``[num_masked, limit)`` of what is held, as far as they come."""
+        promised = min(held.promised_tokens, limit)
+        if promised - num_masked < max(1, self.config.min_hit_tokens):
+            return _Loaded(num_masked)
+        none = _Loaded(num_masked, promised - num_masked)
+        return self._reach(lambda: self._copy(held.located, num_masked, promised, block_ids), none)
+
+    def _copy(self, located: Located, num_masked: int, promised: int, block_ids: Sequence[int]) -> _Loaded:
+        located = self._wait(located)
+        found = self._whole_blocks(min(sum(ref.num_tokens for ref in located.ready), promised))
+        if found - num_masked < max(1, self.config.min_hit_tokens):
+            return _Loaded(num_masked, promised - max(found, num_masked))
+        items = load_items(
+            located.ready, num_masked, found, block_ids,
+            chunk_size=self._space.chunk_size, block_size=self._paged.block_size,
+        )  # fmt: skip
+        num_whole = min(self._transfer.stale(items), default=len(items))
+        failed = self._transfer.load(items[:num_whole])
+        self._transfer.wait()
+        failed |= self._transfer.lost(items[:num_whole], located.lease_id)
+        first_failed = min(failed, default=num_whole)
+        end = items[first_failed].start_token if first_failed < len(items) else found
+        void = [items[at] for at in range(first_failed, num_whole) if at not in failed]
+        voided = sum(len(item.block_ids) for item in void) * self._paged.block_size
+        return _Loaded(end, promised - end - voided, voided)
+
+    def _wait(self, located: Located) -> Located:
+        """How far it has come when nothing is on its way any more, or the time is up."""
+        deadline = self._clock() + self.config.load_deadline_seconds
+        with self.stats.stage("get") as stage:
+            while located.num_pending and (left_seconds := deadline - self._clock()) > 0:
+                located = self._client.wait(located, min(left_seconds, _NAP_SECONDS), self._clock)
+            stage.num_tokens = sum(ref.num_tokens for ref in located.ready)
+            stage.num_bytes = sum(ref.image_bytes for ref in located.ready if ref.medium is not Medium.RAM)
+        return located
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._paged.block_size * self._paged.block_size
+
+    def _require_blocks(self, block_ids: Sequence[int], num_tokens: int) -> None:
+        if len(block_ids) * self._paged.block_size < num_tokens:
+            msg = f"{len(block_ids)} blocks of {self._paged.block_size} tokens do not hold {num_tokens}"
             raise ValueError(msg)
-        return prefix.save_items(num_masked, end, block_ids, self.metadata.layout.block_size)
 
-    def _whole_blocks(self, num_tokens: int, limit: int) -> int:
-        block_size = self.metadata.layout.block_size
-        return min(num_tokens, limit) // block_size * block_size
+
+def _by_medium(held: _Held) -> Counter[str]:
+    """The promised tokens by where they are: what is in RAM first, then what is on its way."""
+    pieces = [(ref.medium, ref.num_tokens) for ref in held.located.ready]
+    found: Counter[str] = Counter()
+    for medium, num_tokens in [*pieces, *held.located.pending_tokens.items()]:
+        found[medium.value] += min(num_tokens, held.promised_tokens - found.total())
+    return found

@@ -122,7 +122,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, kw_only=True):
     def has_same_pages(self, other: ChunkLayout) -> bool:
         """Whether a payload of ``other`` is, byte for byte, one of this layout: all but the chunk size agrees."""
         fields = (field for field in self.__struct_fields__ if field != "chunk_size")
-        return all(getattr(self, field) == getattr(other, field) for field in fields)
+        return self == other or all(getattr(self, field) == getattr(other, field) for field in fields)
 
     def require_viewable(self) -> None:
         """Raise LayoutMismatch if the elements of these pages cannot be told apart."""

@@ -1,12 +1,13 @@
 """Logical views: the K and V tensors in a payload, whatever the order of its bytes; and converting between orders.
 
-A part (K, V, a latent, a query) is ``[layers, tokens, heads, head_size]``, of the layout's dtype, on the CPU. Copies are
-numpy's, in the caller's thread: torch would spread them over threads that spin on cores which others use. This module
+A part (K, V, a latent, a query) is ``[layers, tokens, heads, head_size]``, of the layout's dtype, on the CPU. numpy
+copies, in the caller's thread: torch would spread a copy over threads that spin on cores which others use. This module
 knows payloads only: no engine, no device, no keys.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -33,7 +34,8 @@ def logical_views(payload: memoryview, layout: ChunkLayout, num_tokens: int) -> 
 
     Raises LayoutMismatch if the layout is opaque, ValueError if the payload is too short or ``num_tokens`` below 1.
     """
-    arrays = [_by_token(view)[:, :num_tokens] for view in _block_views(payload, layout, num_tokens)]
+    views = _block_views(payload, layout, num_tokens)
+    arrays = [view.reshape(len(view), -1, *view.shape[3:])[:, :num_tokens] for view in views]
     owned = [array if array.flags.writeable else array.copy() for array in arrays]
     return [torch.from_numpy(array).view(TORCH_DTYPES[layout.dtype]) for array in owned]
 
@@ -57,7 +59,13 @@ def write_logical(payload: memoryview, layout: ChunkLayout, parts: Sequence[torc
     Raises LayoutMismatch if the layout is opaque; ValueError if a part has another shape or dtype or is not on the CPU,
     or the payload is too short or read-only. Nothing is written then.
     """
-    _write(payload, layout, _arrays_of(parts, layout))
+    arrays = _arrays_of(parts, layout)
+    num_tokens = arrays[0].shape[1]
+    for array, view in zip(arrays, _block_views(payload, layout, num_tokens), strict=True):
+        for tokens, pages in _pairs(array, view):
+            np.copyto(pages, tokens)
+        if rest := num_tokens % layout.block_size:
+            view[:, -1, rest:] = 0
 
 
 def convert(
@@ -69,35 +77,28 @@ def convert(
     out: memoryview,
     out_layout: ChunkLayout,
 ) -> None:
-    """Fill ``out``, whole blocks of ``out_layout``, with the tokens from ``start`` on of ``payload``.
+    """Fill ``out``, whole blocks of ``out_layout``, with the tokens from ``start`` on of ``payload``, in one copy.
 
-    Raises LayoutMismatch if the layouts do not hold the same tensors or one of them is opaque, ValueError if the
-    payload ends before ``out`` does.
+    ``start`` is a multiple of the block size of ``out_layout``. Raises LayoutMismatch if the layouts do not hold the
+    same tensors or one of them is opaque, ValueError if the payload ends before ``out`` does. Nothing is written then.
     """
     layout.require_same_tensors(out_layout)
     stop = start + len(out) // out_layout.block_bytes * out_layout.block_size
-    block_size = layout.block_size
-    if stop > stored_blocks * block_size:
-        msg = f"tokens {start} to {stop} of a payload of {stored_blocks} blocks of {block_size}"
+    if stop > stored_blocks * layout.block_size:
+        msg = f"tokens {start} to {stop} of a payload of {stored_blocks} blocks of {layout.block_size}"
         raise ValueError(msg)
-    skipped = start // block_size
-    views = _block_views(payload, layout, stored_blocks * block_size)
-    parts = [_by_token(view[:, skipped : layout.num_blocks(stop)]) for view in views]
-    at = start - skipped * block_size
-    _write(out, out_layout, [part[:, at : at + stop - start] for part in parts])
-
-
-def _write(payload: memoryview, layout: ChunkLayout, arrays: Sequence[_Array]) -> None:
-    num_tokens = arrays[0].shape[1]
-    views = _block_views(payload, layout, num_tokens)
-    if payload.readonly:
-        msg = "the payload is read-only"
-        raise ValueError(msg)
-    for array, view in zip(arrays, views, strict=True):
-        for tokens, pages in _pairs(array, view):
-            np.copyto(pages, tokens)
-        if rest := num_tokens % layout.block_size:
-            view[:, -1, rest:] = 0
+    sources = _block_views(payload, layout, stored_blocks * layout.block_size)
+    targets = _block_views(out, out_layout, stop - start)
+    # The longest pieces that both kinds of blocks consist of. Every `period` pieces they are cut alike again.
+    piece = math.gcd(layout.block_size, out_layout.block_size)
+    have, want = layout.block_size // piece, out_layout.block_size // piece  # pieces a block
+    period = have * want  # they have no common divisor
+    for source, target in zip(sources, targets, strict=True):
+        for at in range(min(period, (stop - start) // piece)):
+            to = target[:, at // want :: have, at % want * piece :][:, :, :piece]
+            come = start // piece + at
+            pieces = source[:, come // have :: want, come % have * piece :][:, : to.shape[1], :piece]
+            np.copyto(to, pieces)
 
 
 def _arrays_of(parts: Sequence[torch.Tensor], layout: ChunkLayout) -> list[_Array]:
@@ -136,11 +137,6 @@ def _block_views(payload: memoryview, layout: ChunkLayout, num_tokens: int) -> l
             view = view.reshape(*view.shape[:-2], layout.head_size, layout.block_size).swapaxes(-1, -2)
         views.append(view.transpose([order.index(axis) for axis in "LBNHD"]))
     return views
-
-
-def _by_token(view: _Array) -> _Array:
-    """``[L, B, N, H, D]`` as ``[L, B * N, H, D]``: a copy, unless all tokens lie at one distance."""
-    return view.reshape(len(view), -1, *view.shape[3:])
 
 
 def _pairs(part: _Array, view: _Array) -> list[tuple[_Array, _Array]]:

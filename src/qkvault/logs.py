@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TextIO
 
 ROOT_NAME: Final = "qkvault"
-_BARE: Final = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")  # what can stand in a line without quotes
+_SPECIAL: Final = re.compile(r"[\s\"'=\\]")  # what cannot stand in a line without quotes
 
 
 def get_logger(name: str) -> Logger:
@@ -52,7 +52,8 @@ def _format_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = value.hex() if isinstance(value, bytes) else str(value)
-    return text if _BARE.fullmatch(text) else json.dumps(text)
+    is_bare = text.isprintable() and text and not _SPECIAL.search(text)  # a terminal's escape codes do not print
+    return text if is_bare else json.dumps(text)
 
 
 class Logger:

@@ -20,6 +20,7 @@ from qkvault.layout import ChunkLayout
 from qkvault.logical import TORCH_DTYPES, convert
 
 _WIDE_BYTES: Final = 8  # pages are moved as 8-byte elements on a device, where they are aligned
+_SCATTERED: Final = 2  # pages a run, below which one indexed copy beats a copy for each run
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
@@ -85,10 +86,13 @@ class PagedConnector:
         self.block_size = layout.block_size * kernel_blocks_per_block  # tokens of an engine's block
         self.device: torch.device = tensors[0].device
         self._ratio = kernel_blocks_per_block
+        self._num_planes = layout.num_planes
+        self._page_bytes = layout.page_bytes
         self._on_device = force_device_path or self.device.type != "cpu"
         unit_bytes = _unit_bytes(planes, layout) if self._on_device else 1
         # [planes of the stack, pages, units of a page]; all stacks together are the planes in the payload's order
         self._stacks = [_stack(planes[of], tensors, layout, num_pages, unit_bytes) for of in _equal_steps(planes)]
+        self._scratch = bytearray()  # a converted run
         self._arrays: list[_Bytes] = [] if self._on_device else [stack.numpy() for stack in self._stacks]
 
     def batched_from_gpu(self, runs: Sequence[PageRun]) -> torch.Event | None:
@@ -103,37 +107,34 @@ class PagedConnector:
         if any(run.payload.readonly for run in runs):
             msg = "a payload is read-only"
             raise ValueError(msg)
-        return self._copy(runs, [self._moves(run, self.layout) for run in runs], to_device=False)
+        return self._copy(runs, self._moves(runs, self.layout), to_device=False)
 
     def batched_to_gpu(self, runs: Sequence[PageRun], source: ChunkLayout | None = None) -> torch.Event | None:
         """Fill the engine's pages from blocks of payloads in the layout ``source`` (this connector's if None; row 47).
 
         As ``batched_from_gpu``, but that payloads of other pages (another order, block size, or a K that is not
-        transposed alike) are converted through host memory of the size of a run, at a third of the speed or less. Only
-        the pages of the blocks in ``block_ids`` are written. Raises LayoutMismatch, before anything is copied, if
-        ``source`` holds other tensors, or needs converting while one side is opaque; ValueError as above.
+        transposed alike) are converted on the host, at a third of the speed, through a scratch of the size of a run,
+        which is kept. Only the pages of the blocks in ``block_ids`` are written. Raises LayoutMismatch, before anything
+        is copied, if ``source`` holds other tensors, or needs converting while one side is opaque; ValueError as above.
         """
-        source = source or self.layout
-        if source.has_same_pages(self.layout):
-            moves = [self._moves(run, self.layout) for run in runs]
-        else:
-            source.require_same_tensors(self.layout)
-            source.require_viewable()
-            self.layout.require_viewable()
-            moves = [self._moves(run, source) for run in runs]
-            runs = [self._converted(run, source) for run in runs]
-        return self._copy(runs, moves, to_device=True)
+        if source is None or source.has_same_pages(self.layout):
+            return self._copy(runs, self._moves(runs, self.layout), to_device=True)
+        event = None
+        for run, moves in zip(runs, self._moves(runs, source), strict=True):
+            if moves:
+                event = self._copy([self._converted(run, source)], [moves], to_device=True)
+        return event
 
-    def _moves(self, run: PageRun, layout: ChunkLayout) -> _Moves:
-        """Check ``run``, whose payload is in ``layout``, and merge blocks that follow each other in the engine."""
+    def _moves(self, runs: Sequence[PageRun], layout: ChunkLayout) -> list[_Moves]:
+        """Check ``runs``, whose payloads are in ``layout``, and merge blocks that follow each other in the engine."""
+        block_bytes = layout.block_bytes
+        return [self._moves_of(run, layout, block_bytes) for run in runs]
+
+    def _moves_of(self, run: PageRun, layout: ChunkLayout, block_bytes: int) -> _Moves:
         ids, ratio = run.block_ids, self._ratio
         wanted_tokens = (run.first_block + len(ids)) * self.block_size
         stored_tokens = run.stored_blocks * layout.block_size
-        if (
-            run.first_block < 0
-            or wanted_tokens > stored_tokens
-            or len(run.payload) < layout.payload_bytes(stored_tokens)
-        ):
+        if run.first_block < 0 or wanted_tokens > stored_tokens or len(run.payload) < run.stored_blocks * block_bytes:
             msg = (
                 f"blocks {run.first_block} to {run.first_block + len(ids)} of {self.block_size} tokens are not in "
                 f"a payload of {run.stored_blocks} blocks of {layout.block_size} tokens and {len(run.payload)} bytes"
@@ -154,28 +155,31 @@ class PagedConnector:
 
     def _converted(self, run: PageRun, source: ChunkLayout) -> PageRun:
         num_blocks = len(run.block_ids) * self._ratio
-        out = memoryview(bytearray(num_blocks * self.layout.block_bytes))
-        if num_blocks:
-            start = run.first_block * self.block_size
-            convert(run.payload, source, stored_blocks=run.stored_blocks, start=start, out=out, out_layout=self.layout)
+        num_bytes = num_blocks * self.layout.block_bytes
+        if len(self._scratch) < num_bytes:
+            self._scratch = bytearray(num_bytes)
+        out = memoryview(self._scratch)[:num_bytes]
+        start = run.first_block * self.block_size
+        convert(run.payload, source, stored_blocks=run.stored_blocks, start=start, out=out, out_layout=self.layout)
         return PageRun(out, num_blocks, 0, run.block_ids)
 
     def _rows(self, run: PageRun) -> _Bytes:
         """The payload as ``[planes, pages, page_bytes]``."""
-        shape = (self.layout.num_planes, run.stored_blocks, self.layout.page_bytes)
-        return np.frombuffer(run.payload, np.uint8, math.prod(shape)).reshape(shape)
+        num_bytes = self._num_planes * run.stored_blocks * self._page_bytes
+        return np.frombuffer(run.payload, np.uint8, num_bytes).reshape(self._num_planes, -1, self._page_bytes)
 
     def _copy(self, runs: Sequence[PageRun], moves: Sequence[_Moves], *, to_device: bool) -> torch.Event | None:
         if self._on_device:
             return self._device_copy(runs, moves, to_device=to_device)
         for run, of_run in zip(runs, moves, strict=True):
+            if not of_run:
+                continue
             rows, start = self._rows(run), 0
+            num_pages = sum(move.num_pages for move in of_run)
+            copy = _copy_scattered if len(of_run) * _SCATTERED > num_pages else _copy_runs
             for array in self._arrays:
-                of_array = rows[start : start + len(array)]
+                copy(array, rows[start : start + len(array)], of_run, to_pages=to_device)
                 start += len(array)
-                for row, page, num_pages in of_run:
-                    sides = of_array[:, row : row + num_pages], array[:, page : page + num_pages]
-                    np.copyto(sides[to_device], sides[not to_device])
         return None
 
     def _device_copy(self, runs: Sequence[PageRun], moves: Sequence[_Moves], *, to_device: bool) -> torch.Event | None:
@@ -186,7 +190,7 @@ class PagedConnector:
         ids = torch.tensor(pages).to(self.device, non_blocking=True)  # of all runs: one upload
         counts = [sum(move.num_pages for move in of_run) for of_run in moves]
         unit = self._stacks[0].dtype
-        num_planes, page_units = self.layout.num_planes, self._stacks[0].shape[2]
+        num_planes, page_units = self._num_planes, self._stacks[0].shape[2]
         staging = torch.empty(max(counts) * num_planes * page_units, dtype=unit, device=self.device)
         for run, of_run, run_ids in zip(runs, moves, ids.split(counts), strict=True):
             if not of_run:
@@ -208,6 +212,28 @@ class PagedConnector:
         event = torch.Event(self.device)
         event.record()
         return event
+
+
+def _copy_runs(pages: _Bytes, rows: _Bytes, moves: _Moves, *, to_pages: bool) -> None:
+    """Copy between ``[planes, pages, page_bytes]`` of engine and payload, a run of pages at a time."""
+    for row, page, num_pages in moves:
+        sides = rows[:, row : row + num_pages], pages[:, page : page + num_pages]
+        np.copyto(sides[to_pages], sides[not to_pages])
+
+
+def _copy_scattered(pages: _Bytes, rows: _Bytes, moves: _Moves, *, to_pages: bool) -> None:
+    """The same with one call for all pages, which is faster where few of them lie together."""
+    ids = np.array([page for move in moves for page in range(move.page, move.page + move.num_pages)])
+    rows = rows[:, moves[0].row : moves[0].row + len(ids)]
+    if to_pages:
+        pages[:, ids] = rows
+    elif pages.flags.c_contiguous and rows.flags.c_contiguous:
+        np.take(pages, ids, axis=1, out=rows, mode="clip")  # the other modes copy twice, as do gaps on either side
+    elif pages[0].flags.c_contiguous:
+        for plane, of_plane in zip(pages, rows, strict=True):
+            np.take(plane, ids, axis=0, out=of_plane, mode="clip")
+    else:
+        _copy_runs(pages, rows, [_Move(at, page, 1) for at, page in enumerate(ids)], to_pages=False)
 
 
 def _copy_rows(staged: torch.Tensor, rows: _Bytes, *, to_device: bool) -> None:
@@ -330,7 +356,7 @@ def _axis_strides(tensor: torch.Tensor, layout: ChunkLayout, sizes: dict[str, in
             while len(group) < len(axes) and math.prod(sizes[axis] for axis in group) < size:
                 group = axes[: len(group) + 1]
         del axes[: len(group)]
-        if math.prod(sizes[axis] for axis in group) != size or not stride:
+        if math.prod(sizes[axis] for axis in group) != size:
             shape, steps = list(tensor.shape), list(tensor.stride())
             msg = f"tensor {at}: shape {shape} and strides {steps} do not fit {layout.order} with {sizes}"
             raise LayoutMismatch(msg)

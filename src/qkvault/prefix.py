@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qkvault.keys import KeySpace, RequestIdentity
-from qkvault.tokens import TokenHasher
+from qkvault.tokens import TokenHasher, token_bytes
 from qkvault.transfer import LoadItem, SaveItem
-from qkvault.types import ChunkRef
+from qkvault.types import TOKEN_BYTES, ChunkRef
 
 if TYPE_CHECKING:
     from qkvault.client import StoreClient
@@ -38,17 +38,41 @@ class Prefix:
         if len(all_tokens) > self._hasher.num_tokens:
             self._hasher.update_to(all_tokens)
 
-    def find(self, client: StoreClient, *, search_range: Sequence[str] | None = None) -> Located:
-        """Lease the longest cached run. Raises Unavailable."""
-        keys = self._space.chunk_keys(self._hasher.hashes)
-        root = self._space.chunk_key(self._hasher.root)
-        return client.find(root, keys, self._hasher.checks, self._hasher.tokens_from, search_range=search_range)
+    def find(
+        self, client: StoreClient, *, start_chunk: int = 0, search_range: Sequence[str] | None = None
+    ) -> Located:
+        """Lease the longest cached run, in the media of ``search_range`` (None: in all). Raises Unavailable.
+
+        The run begins at ``start_chunk``: what is before it need not be cached, and is not touched.
+        """
+        keys = self._space.chunk_keys(self._hasher.hashes[start_chunk:])
+        root = self._space.chunk_key(self._hasher.parent_of(start_chunk))
+        return client.find(
+            root,
+            keys,
+            self._hasher.checks[start_chunk:],
+            lambda number: self._hasher.tokens_from(start_chunk + number),
+            search_range=search_range,
+        )
+
+    def agrees_with(self, tokens: Tokens, identity: RequestIdentity) -> bool:
+        """Whether ``tokens`` begin with those that are here, or the other way round, for the same ``identity``."""
+        count = min(len(tokens), self.num_tokens)
+        num_chunks = -(-count // self._space.chunk_size)
+        here = b"".join(self._hasher.tokens_from(number) for number in range(num_chunks))[: count * TOKEN_BYTES]
+        return identity == self._hasher.identity and token_bytes(tokens[:count]) == here
 
     def save_items(self, start: int, end: int, block_ids: Sequence[int], block_size: int) -> list[SaveItem]:
         """The chunks of ``[start, end)``, the last one maybe partial: ``start`` begins a chunk, ``end`` ends a block.
 
-        ``block_ids`` is the request's whole block table.
+        ``block_ids`` is the request's whole block table. Raises ValueError if it is too short, or the range is another.
         """
+        if start % self._space.chunk_size or end % block_size or len(block_ids) * block_size < end:
+            msg = (
+                f"tokens {start} to {end} are not whole blocks of {len(block_ids)} of {block_size} tokens, from the "
+                f"start of a chunk of {self._space.chunk_size}"
+            )
+            raise ValueError(msg)
         items = []
         for first in range(start, end, self._space.chunk_size):
             number = first // self._space.chunk_size
@@ -64,8 +88,12 @@ def load_items(
 ) -> list[LoadItem]:
     """What to copy of leased chunks for the tokens ``[start, stop)``, which begin and end blocks.
 
-    ``ready`` are the request's chunks from the first one on; blocks outside the range are not touched.
+    ``ready`` are the request's chunks from the first one on; blocks outside the range are not touched. Raises
+    ValueError if ``block_ids``, the request's whole block table, is too short.
     """
+    if len(block_ids) * block_size < stop:
+        msg = f"{len(block_ids)} blocks of {block_size} tokens do not hold {stop}"
+        raise ValueError(msg)
     items = []
     for number, ref in enumerate(ready):
         base = number * chunk_size

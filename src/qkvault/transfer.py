@@ -1,24 +1,31 @@
 """Transfer: chunks between an engine's pages and slots of the store. The data path of engines and connectors.
 
 Writing: reserve, write header and pages, commit. Reading: the caller holds a lease; the key in each slot's header is
-compared before the copy and after it, so that a lease that ran out in between is a failed chunk and not foreign bytes.
+compared before the copy and after it, and ``lost`` asks the store, so that a lease that ran out in between is a failed
+chunk and not foreign bytes. A chunk that cannot be read, for whatever reason, is a failed one and no exception.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
 import torch
 
 from qkvault.client import StoreClient
+from qkvault.errors import LayoutMismatch, Unavailable
 from qkvault.image import Header, header_bytes_for, key_in, peek, sketch_of, write_header
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
+from qkvault.logs import get_logger
 from qkvault.paged import PagedConnector, PageRun
+from qkvault.stats import StatsMonitor
 from qkvault.types import TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk, Outcome
+
+_log = get_logger("transfer")
 
 
 class SpaceDescription(msgspec.Struct, frozen=True):
@@ -57,97 +64,170 @@ class SaveReport(NamedTuple):
     copied_bytes: int
 
 
+class StoreResult(msgspec.Struct, frozen=True):
+    """What a store did. Tokens that are in no count had no room; ``outcomes`` says so, and what else there was."""
+
+    stored_tokens: int
+    present_tokens: int
+    outcomes: dict[Outcome, int]  # chunks by outcome
+    failed_tokens: int = 0  # could not be stored: the store was out of reach, or gave the slots to others meanwhile
+
+    @classmethod
+    def of(cls, items: Sequence[SaveItem], outcomes: Sequence[Outcome], num_published: int) -> StoreResult:
+        """The sum over ``items``. ``outcomes`` is empty if the store could not be reached."""
+        if not outcomes:
+            return cls(0, 0, {}, sum(item.num_tokens for item in items))
+        sizes: dict[Outcome, list[int]] = {outcome: [] for outcome in Outcome}
+        for item, outcome in zip(items, outcomes, strict=True):
+            sizes[outcome].append(item.num_tokens)
+        reserved = sizes[Outcome.RESERVED]
+        stored = sum(reserved[:num_published])  # what is missing are tails that longer ones have replaced meanwhile
+        return cls(stored, sum(sizes[Outcome.PRESENT]), dict(Counter(outcomes)), sum(reserved) - stored)
+
+
+class _Copy(NamedTuple):
+    lease_id: int  # of the write lease to commit when it has ended; 0 for a load
+    num_bytes: int
+    started_seconds: float
+
+
 class Transfer:
     """Copies for one engine, one space. Owned by the thread that runs the model."""
 
-    def __init__(self, client: StoreClient, paged: PagedConnector, space: KeySpace) -> None:
-        """``paged`` gives the layout that new chunks are stored in."""
+    def __init__(
+        self, client: StoreClient, paged: PagedConnector, space: KeySpace, *, stats: StatsMonitor | None = None
+    ) -> None:
+        """``paged`` gives the layout that new chunks are stored in. ``stats`` counts ``put``, ``from_gpu``, ``to_gpu``.
+
+        Raises LayoutMismatch if a chunk is not whole blocks of the engine.
+        """
+        if paged.layout.chunk_size % paged.block_size:
+            msg = f"chunks of {paged.layout.chunk_size} tokens are not blocks of {paged.block_size}"
+            raise LayoutMismatch(msg)
         self.client = client
         self.paged = paged
         self.layout = paged.layout
+        self.num_published = 0  # chunks that became readable so far; a save whose lease ran out adds none
+        self._stats = stats if stats is not None else StatsMonitor()
         self._description = msgspec.msgpack.encode(SpaceDescription(space, self.layout))
         self._header_bytes = header_bytes_for(self.layout.chunk_size, len(self._description))
-        self._layouts: dict[bytes, ChunkLayout] = {self._description: self.layout}
-        # Copies a device has not finished, oldest first, each with the write lease to commit then.
-        self._copying: deque[tuple[torch.Event, int | None]] = deque()
+        self._layouts: dict[bytes, ChunkLayout | None] = {self._description: self.layout}  # None: cannot be read
+        self._copying: deque[tuple[torch.Event, _Copy]] = deque()  # what a device has not finished, oldest first
 
     def save(self, items: Sequence[SaveItem]) -> SaveReport:
         """Store ``items`` (chains, heads first): one reserve, one copy of all pages, one commit (rows 3, 12).
 
-        Chunks that are present, or for which there is no room, are skipped. When the copy raises, nothing of it is
-        stored and the error is passed on. Raises Unavailable.
+        Chunks that are present, or for which there is no room, are skipped. On a device the commit comes with
+        ``settle`` or ``wait``; until then the pages must be left alone. When the copy raises, nothing of it is stored
+        and the error is passed on. Raises Unavailable, and ValueError if an item's blocks are not those of its tokens.
         """
+        if any(len(item.block_ids) * self.paged.block_size != item.num_tokens for item in items):
+            msg = f"a chunk's tokens must fill its blocks of {self.paged.block_size}"
+            raise ValueError(msg)
         if not items:
             return SaveReport((), 0)
-        reserved = self.client.reserve([self._new_chunk(item) for item in items])
-        runs = []
-        for item, offset in zip(items, reserved.offsets, strict=True):
-            if offset >= 0:
-                runs.append(PageRun(self._open_image(item, offset), len(item.block_ids), 0, item.block_ids))
+        with self._stats.stage("put"):
+            reserved = self.client.reserve([self._new_chunk(item) for item in items])
         if not reserved.lease_id:
             return SaveReport(reserved.outcomes, 0)
+        started_seconds = self._stats.clock()
         try:
+            placed = zip(items, reserved.offsets, strict=True)
+            runs = [self._open_slot(item, offset) for item, offset in placed if offset >= 0]
             copied = self.paged.batched_from_gpu(runs)
         except BaseException:
-            self.client.abort(reserved.lease_id)
+            self._stats.on_stage("from_gpu", self._stats.clock() - started_seconds, failed=True)
+            self._abort(reserved.lease_id)
             raise
-        if copied is None:
-            self.client.commit(reserved.lease_id)
-        else:
-            self._copying.append((copied, reserved.lease_id))
-        return SaveReport(reserved.outcomes, sum(len(run.payload) for run in runs))
+        num_bytes = sum(len(run.payload) for run in runs)
+        self._began(copied, _Copy(reserved.lease_id, num_bytes, started_seconds))
+        return SaveReport(reserved.outcomes, num_bytes)
 
     def load(self, items: Sequence[LoadItem]) -> set[int]:
         """Copy leased chunks into the engine's blocks. Returns the positions of items that failed.
 
         A failed item's blocks hold anything; all others are filled, on a device once its current stream gets there.
         The lease may be released when ``settle`` has returned True. Nothing is copied for no items (row 47). Raises
-        LayoutMismatch if a chunk holds other tensors than the engine.
+        ValueError, before anything is copied, for a block that the engine does not have.
         """
         failed = set()
         runs: dict[ChunkLayout, list[PageRun]] = {}
-        images = [self.client.pool.view(item.ref.offset, item.ref.image_bytes) for item in items]
-        for at, (item, image) in enumerate(zip(items, images, strict=True)):
-            seen = peek(image)
-            if seen is None or seen.key != item.ref.key:
+        for at, item in enumerate(items):
+            opened = self._open_chunk(item)
+            if opened is None:
                 failed.add(at)
-                continue
-            layout = self._layouts.get(seen.space) or self._learn_layout(seen.space)
-            payload = image[seen.header_bytes : seen.header_bytes + seen.payload_bytes]
-            run = PageRun(
-                payload, layout.num_blocks(seen.num_tokens), self._block_in_chunk(item.start_token), item.block_ids
-            )
-            runs.setdefault(layout, []).append(run)
+            else:
+                layout, run = opened
+                runs.setdefault(layout, []).append(run)
         for layout, of_layout in runs.items():
+            started_seconds = self._stats.clock()
             copied = self.paged.batched_to_gpu(of_layout, layout)
-            if copied is not None:
-                self._copying.append((copied, None))
-        late = (at for at, item in enumerate(items) if key_in(images[at]) != item.ref.key)
-        return failed.union(late)
+            num_tokens = sum(len(run.block_ids) for run in of_layout) * self.paged.block_size
+            self._began(copied, _Copy(0, num_tokens * self.layout.token_bytes, started_seconds))
+        return failed | self.stale(items)
+
+    def stale(self, items: Sequence[LoadItem]) -> set[int]:
+        """Positions of items whose slot does not hold their chunk any more, as far as its header tells."""
+        pool = self.client.pool
+        return {
+            at
+            for at, item in enumerate(items)
+            if key_in(pool.view(item.ref.offset, item.ref.image_bytes)) != item.ref.key
+        }
+
+    def lost(self, items: Sequence[LoadItem], lease_id: int) -> set[int]:
+        """Positions of items that ``lease_id`` does not hold any more: what was copied of them proves nothing.
+
+        To be asked when the copies have ended; a lease that lives then has lived all the time. Raises Unavailable.
+        """
+        held = {(ref.key, ref.offset) for ref in self.client.poll(lease_id).ready}
+        return {at for at, item in enumerate(items) if (item.ref.key, item.ref.offset) not in held}
 
     def settle(self) -> bool:
-        """Commit saves whose copies a device has finished, without waiting. True if no copy is under way."""
+        """Commit saves whose copies a device has finished, without waiting. True if no copy is under way.
+
+        Raises Unavailable; the save in question is then not stored.
+        """
         while self._copying and self._copying[0][0].query():
-            _, lease_id = self._copying.popleft()
-            if lease_id is not None:
-                self.client.commit(lease_id)
+            _, copy = self._copying.popleft()
+            self._ended(copy)
         return not self._copying
 
     def wait(self) -> None:
-        """Block until a device has finished all copies, and commit them."""
+        """Block until a device has finished all copies, and commit them. Raises Unavailable as ``settle`` does."""
         while self._copying:
             self._copying[0][0].synchronize()
             self.settle()
+
+    def _began(self, copied: torch.Event | None, copy: _Copy) -> None:
+        if copied is None:
+            self._ended(copy)
+        else:
+            self._copying.append((copied, copy))
+
+    def _ended(self, copy: _Copy) -> None:
+        seconds = self._stats.clock() - copy.started_seconds
+        stage, num_tokens = "from_gpu" if copy.lease_id else "to_gpu", copy.num_bytes // self.layout.token_bytes
+        self._stats.on_stage(stage, seconds, num_bytes=copy.num_bytes, num_tokens=num_tokens)
+        if copy.lease_id:
+            with self._stats.stage("put", copy.num_bytes, num_tokens=num_tokens):
+                self.num_published += self.client.commit(copy.lease_id)
+
+    def _abort(self, lease_id: int) -> None:
+        if self.paged.device.type != "cpu":
+            # What the device has begun it goes on with: the slots must not get another owner before it is through.
+            begun = torch.Event(self.paged.device)
+            begun.record()
+            begun.synchronize()
+        with suppress(Unavailable):
+            self.client.abort(lease_id)
 
     def _new_chunk(self, item: SaveItem) -> NewChunk:
         image_bytes = self._header_bytes + self.layout.payload_bytes(item.num_tokens)
         return NewChunk(item.key, item.parent, sketch_of(item.tokens), item.num_tokens, image_bytes)
 
-    def _block_in_chunk(self, token: int) -> int:
-        return token % self.layout.chunk_size // self.layout.block_size
-
-    def _open_image(self, item: SaveItem, offset: int) -> memoryview:
-        # Write the header into the slot and return the payload.
+    def _open_slot(self, item: SaveItem, offset: int) -> PageRun:
+        """Write the header into the slot. The payload is the run's."""
         payload_bytes = self.layout.payload_bytes(item.num_tokens)
         image = self.client.pool.view(offset, self._header_bytes + payload_bytes)
         header = Header(
@@ -160,10 +240,33 @@ class Transfer:
             0,
         )
         write_header(image, header)
-        return image[self._header_bytes :]
+        return PageRun(image[self._header_bytes :], self.layout.num_blocks(item.num_tokens), 0, item.block_ids)
 
-    def _learn_layout(self, description: bytes) -> ChunkLayout:
-        layout = msgspec.msgpack.decode(description, type=SpaceDescription).layout
-        self.layout.require_same_tensors(layout)
-        self._layouts[description] = layout
+    def _open_chunk(self, item: LoadItem) -> tuple[ChunkLayout, PageRun] | None:
+        """The chunk's layout, and what to copy of it; None if the slot does not hold what the item wants."""
+        image = self.client.pool.view(item.ref.offset, item.ref.image_bytes)
+        seen = peek(image)
+        if seen is None or seen.key != item.ref.key:
+            return None
+        if seen.space not in self._layouts:
+            self._layouts[seen.space] = self._layout_in(seen.space)
+        layout = self._layouts[seen.space]
+        first_block = item.start_token % self.layout.chunk_size // self.paged.block_size
+        num_tokens = (first_block + len(item.block_ids)) * self.paged.block_size
+        payload = image[seen.header_bytes : seen.header_bytes + seen.payload_bytes]
+        if layout is None or num_tokens > seen.num_tokens or len(payload) < layout.payload_bytes(seen.num_tokens):
+            return None
+        return layout, PageRun(payload, layout.num_blocks(seen.num_tokens), first_block, item.block_ids)
+
+    def _layout_in(self, description: bytes) -> ChunkLayout | None:
+        """The layout that an image describes; None if this engine can neither copy nor convert it."""
+        try:
+            layout = msgspec.msgpack.decode(description, type=SpaceDescription).layout
+            if not layout.has_same_pages(self.layout):
+                self.layout.require_same_tensors(layout)
+                layout.require_viewable()
+                self.layout.require_viewable()
+        except (msgspec.MsgspecError, LayoutMismatch) as error:
+            _log.warning("chunks_of_unreadable_layout", error=error)
+            return None
         return layout

@@ -45,12 +45,12 @@ def file_of(root, key):
 
 
 class FaultyOs:
-    """Makes calls of the ``os`` module raise, for as long as ``faults`` says so."""
+    """Makes calls of the system raise in our threads, for as long as ``faults`` says so."""
 
     def __init__(self, monkeypatch):
         self.faults = {}
-        for name in ("pwritev", "preadv", "open", "unlink"):
-            monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+        for home, name in ((os, "pwritev"), (os, "preadv"), (os, "open"), (Path, "unlink")):
+            monkeypatch.setattr(home, name, self._wrap(name, getattr(home, name)))
 
     def _wrap(self, name, call):
         def wrapped(*args, **kwargs):

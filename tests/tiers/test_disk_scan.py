@@ -188,6 +188,18 @@ def test_a_long_header_is_read(disk, slots):
     assert {(chunk.num_tokens, chunk.sketch) for chunk in found} == {(8192, sketch_of(tokens))}
 
 
+def test_chunks_are_found_by_key_before_a_scan_has_come_to_them(make_disk, disk, stored, root):
+    keys = [piece.key for piece in stored]
+    disk.tier.close()
+    again = make_disk()
+    scanned = {found.key: found for found in again.scan()}
+    cut(file_of(root, keys[1]))
+    flip_header(file_of(root, keys[2]))
+    assert again.tier.find([*keys, key_of(77)]) == [scanned[key] for key in (keys[0], *keys[3:])]
+    again.tier._reads.report("test")
+    assert again.tier.find(keys) == []
+
+
 def test_jobs_run_during_a_scan(disk, stored, slots):
     """A thread scans, as the store's does, while another stores and deletes."""
     seen = []

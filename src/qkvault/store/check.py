@@ -17,8 +17,9 @@ def check_store(store: Core) -> None:
     store.tiering.check()
     _check_slots(store)
     held = Counter(item.entry.key for lease in store.leases.all() for item in lease.items)
+    held.update(store.tiering.pins())
     for entry in store.index:
-        _check_entry(entry, held[entry.key] + store.tiering.pins_of(entry))
+        _check_entry(entry, held[entry.key])
     num_ready = sum(entry.state is ChunkState.READY for entry in store.index)
     if len(store.room.policy) != num_ready:
         msg = f"the policy orders {len(store.room.policy)} chunks, {num_ready} are ready"
@@ -42,6 +43,6 @@ def _check_entry(entry: Entry, num_holders: int) -> None:
     if entry.pins != num_holders:
         msg = f"{name} has {entry.pins} pins and {num_holders} holders"
         raise InvariantError(msg)
-    if not entry.pins and (entry.is_doomed or entry.state in (ChunkState.WRITING, ChunkState.LOADING)):
+    if not entry.pins and (entry.doom or entry.state in (ChunkState.WRITING, ChunkState.LOADING)):
         msg = f"{name} is {entry.state.value} and nobody's"
         raise InvariantError(msg)

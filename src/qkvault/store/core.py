@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
+from typing import Final
 
 from qkvault.image import tokens_in
 from qkvault.policies.base import Policy
@@ -15,7 +17,8 @@ from qkvault.store.tiering import TierBook, Tiering
 from qkvault.types import GRAIN_TOKENS, TOKEN_BYTES, ChunkRef, ChunkState, Medium
 from qkvault.wire.messages import Located
 
-_GRAIN_BYTES = GRAIN_TOKENS * TOKEN_BYTES
+RAM: Final = Medium.RAM.value  # what RAM is called where tiers are called by name
+_GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
 
 
 class Core:
@@ -38,9 +41,10 @@ class Core:
     def _is_reachable(self, entry: Entry, search_range: Container[str] | None) -> bool:
         if not entry.is_usable:
             return False
-        if entry.state is not ChunkState.ABSENT and (search_range is None or Medium.RAM.value in search_range):
-            return True
-        return not self.is_frozen and self.tiering.book_of(entry, search_range) is not None
+        is_in_tier = self.tiering.book_of(entry, search_range) is not None
+        if entry.state is ChunkState.ABSENT:
+            return is_in_tier and not self.is_frozen
+        return is_in_tier or search_range is None or Medium.RAM.value in search_range
 
     def _pin_all(self, lease: Lease, entries: Sequence[Entry], search_range: Container[str] | None) -> None:
         # Pin all before giving slots to any: a prompt's own chunks must not make room for one another.
@@ -82,11 +86,14 @@ class Core:
             else:  # its load failed: nothing after it can be used
                 self._drop_items(lease, at)
                 break
-        num_pending = len(lease.items) - len(ready)
+        pending_tokens: Counter[Medium] = Counter()
+        for item in lease.items[len(ready) :]:
+            pending_tokens[item.medium] += item.num_tokens
         if not lease.items:
             self.leases.close(lease)
             return Located(0, (), 0, can_fork)
-        return Located(lease.lease_id, tuple(ready), num_pending, can_fork)
+        num_pending = len(lease.items) - len(ready)
+        return Located(lease.lease_id, tuple(ready), num_pending, can_fork, dict(pending_tokens))
 
     def _is_what_was_wanted(self, item: LeaseItem) -> bool:
         if item.wanted is None:
@@ -109,9 +116,30 @@ class Core:
             item.entry.pins -= 1
             self.room.policy.touch(item.entry.key)
             for book in self.tiering.books:
-                if item.entry.tiers & book.bit:
-                    book.policy.touch(item.entry.key)
+                book.policy.touch(item.entry.key)
             self._settle(item.entry)
+
+    def _give_under_parent(self, entry: Entry) -> bool:
+        # Pins ``entry``, if it gets a slot. Its parent does not leave for it: a tail without its head is no use.
+        held = [entry] if entry.parent is None else [entry, entry.parent]
+        for node in held:
+            node.pins += 1
+        is_given = self.room.give(entry, ChunkState.WRITING)
+        for node in held:
+            node.pins -= 1
+        entry.pins += is_given
+        return is_given
+
+    def _is_lost(self, entry: Entry, image_bytes: int) -> bool:
+        # In tiers only, and all of them are down: the same image may be kept in RAM meanwhile.
+        is_in_tiers_only = entry.state is ChunkState.ABSENT and not entry.doom
+        return is_in_tiers_only and entry.image_bytes == image_bytes and self.tiering.book_of(entry) is None
+
+    def _publish(self, entries: Sequence[Entry]) -> None:
+        for entry in reversed(entries):  # the tail first: under an order of arrival it then leaves first
+            self.room.publish(entry)
+        for entry in entries:
+            self.ledger.stored(entry, Medium.RAM, RAM)
 
     def _abort_entry(self, entry: Entry, *, keep_slot: bool = False) -> None:
         entry.pins -= 1
@@ -120,12 +148,12 @@ class Core:
 
     def _doom(self, entry: Entry, reason: str) -> None:
         if entry.pins:
-            entry.is_doomed = True
+            entry.doom = entry.doom or reason
             return
-        entry.is_doomed = False
+        entry.doom = ""
         if entry.state is ChunkState.READY:
             self.room.take(entry)
-            self.ledger.removed(Medium.RAM, entry, reason)
+            self.ledger.removed(entry, Medium.RAM, RAM, reason)
         self.tiering.delete(entry, reason)
         self.index.prune(entry)
 
@@ -133,8 +161,8 @@ class Core:
         # What is due once nobody needs the slot any more.
         if entry.pins:
             return
-        if entry.is_doomed:
-            self._doom(entry, "cleared")
+        if entry.doom:
+            self._doom(entry, entry.doom)
         elif entry.state is ChunkState.READY and not self.hot_cache:
             self.room.take(entry)
             self._slot_lost(entry, "cooled")
@@ -142,11 +170,11 @@ class Core:
             self.index.prune(entry)
 
     def _slot_lost(self, entry: Entry, reason: str = "evicted") -> None:
-        self.ledger.removed(Medium.RAM, entry, reason)
+        self.ledger.removed(entry, Medium.RAM, RAM, reason)
         self.index.prune(entry)
 
     def _tier_lost(self, book: TierBook, entry: Entry, reason: str) -> None:
-        self.ledger.removed(book.medium, entry, reason)
+        self.ledger.removed(entry, book.medium, book.name, reason)
         self.index.prune(entry)
 
     def _end_quarantine(self, session_id: int, lease_id: int) -> None:

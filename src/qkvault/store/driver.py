@@ -17,10 +17,11 @@ from qkvault.store.ledger import StoreEvent
 from qkvault.store.manager import StorageManager
 from qkvault.store.status import status_of
 from qkvault.store.tiering import TierBook
-from qkvault.tiers.base import Tier
+from qkvault.tiers.base import JobResult, Tier
 from qkvault.wire import messages as m
 
 _TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of tiers is looked at
+_MAX_EARLY: Final = 256  # keys that one lookup asks tiers for while they are scanned: some 20 ms of small reads
 _log = get_logger("store")
 
 
@@ -77,11 +78,17 @@ class StoreDriver:
 
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
         """Answer one request. Never raises: what goes wrong is a ``Failed``."""
+        if self._num_scanning and isinstance(request, m.Lookup):
+            self._find_early(request.keys)
         with self._lock:
+            if self._is_closing or session_id not in self._sessions:
+                return m.Failed("closed", "the session has ended")
             try:
                 reply = self._answer(session_id, request)
             except InvariantError as error:
                 reply = m.Failed("invariant", str(error))
+            except ValueError as error:
+                reply = m.Failed("protocol", str(error))
             except Exception as error:  # thread top: one client's request must not take the store down
                 _log.exception("request_failed", request=type(request).__name__)
                 reply = m.Failed("internal", f"{type(error).__name__}: {error}")
@@ -89,31 +96,25 @@ class StoreDriver:
         return reply
 
     def wait_change(self, timeout_seconds: float) -> None:
-        """Sleep until a tier job has ended, or ``timeout_seconds``."""
+        """Sleep until a tier job ends, or ``timeout_seconds``. One that ended just before the call is not seen."""
         with self._changed:
             if not self._is_closing:
                 self._changed.wait(timeout_seconds)
 
     def take_events(self) -> list[StoreEvent]:
-        """Events since the last call; the first call switches them on."""
+        """Events since the last call; the first call switches them on and tells what is here."""
         with self._lock:
-            self.manager.ledger.wants_events = True
-            return self.manager.ledger.take_events()
+            return self.manager.take_events()
 
     def is_idle(self) -> bool:
         """Whether no tier job is under way and no tier is being scanned."""
         with self._lock:
-            return self.manager.tiering.num_pending == 0 and self._num_scanning == 0
+            return self._has_no_jobs() and self._num_scanning == 0
 
     def drain(self, timeout_seconds: float) -> bool:
         """Block until the store is idle: everything committed is in its tiers. False if the time was up first."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self.is_idle():
-            left_seconds = deadline - time.monotonic()
-            if left_seconds <= 0:
-                return False
-            self.wait_change(min(left_seconds, _TICK_SECONDS))
-        return True
+        with self._changed:
+            return self._changed.wait_for(lambda: self._has_no_jobs() and self._num_scanning == 0, timeout_seconds)
 
     def check(self) -> None:
         """Raise InvariantError unless all that must always hold does."""
@@ -123,11 +124,11 @@ class StoreDriver:
     def close(self, *, drain_seconds: float = 10.0, purge: bool = False) -> None:
         """Finish what was begun (at most ``drain_seconds``), stop the threads, close tiers and pool. Idempotent.
 
-        ``purge`` empties the tiers.
+        ``purge`` empties the tiers. A scan that is under way is given up.
         """
-        if not self._is_closing:
-            self.drain(drain_seconds)
         with self._changed:
+            if not self._is_closing:
+                self._changed.wait_for(self._has_no_jobs, drain_seconds)
             if self._is_closing:
                 return
             self._is_closing = True
@@ -136,15 +137,26 @@ class StoreDriver:
         for thread in self._threads:
             thread.join()
         for tier in self.tiers:
-            if purge:
-                tier.purge()
-            tier.close()
+            try:
+                if purge:
+                    tier.drain(drain_seconds)
+                    tier.purge()
+                tier.close()
+            except Exception:  # thread top: whatever a tier does, the others and the memory are given back
+                _log.exception("tier_close_failed", tier=tier.name)
         self.pool.close()
+
+    def _has_no_jobs(self) -> bool:
+        return self.manager.tiering.num_pending == 0
 
     def _after_change(self) -> None:
         # Holding the lock. Tiers take jobs without blocking.
         for number, job in self.manager.take_jobs():
-            self.tiers[number].submit(job)
+            try:
+                self.tiers[number].submit(job)
+            except Exception:  # thread top: a job that nobody took has failed, lest its slots stay pinned
+                _log.exception("job_refused", tier=self.tiers[number].name)
+                self.manager.on_job_done(JobResult(job.job_id, (), ()))
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -157,15 +169,17 @@ class StoreDriver:
 
     def _step(self) -> None:
         with self._changed:
-            for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
-                book.is_healthy = tier.is_healthy
-            results = [result for tier in self.tiers for result in tier.poll()]
-            for result in results:
-                self.manager.on_job_done(result)
             self.manager.expire(self._clock())
+            for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
+                try:
+                    book.is_healthy = tier.is_healthy
+                    for result in tier.poll():
+                        self.manager.on_job_done(result)
+                except Exception:  # thread top: one tier's fault is not the others'
+                    book.is_healthy = False
+                    _log.exception("tier_poll_failed", tier=tier.name)
             self._after_change()
-            if results:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _scan_all(self) -> None:
         for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
@@ -176,6 +190,20 @@ class StoreDriver:
             with self._changed:
                 self._num_scanning -= 1
                 self._changed.notify_all()
+
+    def _find_early(self, keys: Sequence[bytes]) -> None:
+        # What a scan has not come to yet: ask the tiers for the first keys that are not known.
+        with self._lock:
+            unknown = [key for key in keys if (entry := self.manager.index.get(key)) is None or not entry.is_somewhere]
+        for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
+            try:
+                found = tier.find(unknown[:_MAX_EARLY]) if unknown else []
+            except Exception:  # thread top: a hint is not worth the request
+                _log.exception("find_failed", tier=tier.name)
+                continue
+            with self._lock:
+                self.manager.adopt(book, found)
+                self._after_change()
 
     def _scan_one(self, book: TierBook, tier: Tier) -> None:
         for batch in tier.scan():
@@ -191,7 +219,7 @@ class StoreDriver:
             case m.Lookup(root=root, keys=keys, checks=checks):
                 return manager.lookup(session_id, root, keys, checks, now, search_range=request.search_range)
             case m.Match(lease_id=lease_id, parent=parent, tokens=tokens):
-                return manager.match(session_id, lease_id, parent, tokens, now)
+                return manager.match(session_id, lease_id, parent, tokens, now, search_range=request.search_range)
             case m.Poll(lease_id=lease_id):
                 return manager.poll(session_id, lease_id, now)
             case m.Release(lease_ids=lease_ids):

@@ -22,8 +22,8 @@ class Entry:
     """One chunk. Only ``Index`` changes ``parent`` and ``children``; only the store changes the rest."""
 
     __slots__ = (
-        "children", "image_bytes", "is_doomed", "key", "num_slotted_children", "num_tokens", "offset", "parent", "pins",
-        "sketch", "state", "storing", "tiers",
+        "children", "doom", "image_bytes", "key", "num_tokens", "offset", "parent", "pins", "sketch", "state",
+        "storing", "tiers",
     )  # fmt: skip
 
     def __init__(self, key: bytes) -> None:
@@ -39,8 +39,7 @@ class Entry:
         self.pins = 0  # leases and tier jobs that need the slot
         self.tiers = 0  # bit i: tier i has it
         self.storing = 0  # bit i: a job is writing it to tier i
-        self.num_slotted_children = 0
-        self.is_doomed = False  # gone as soon as nobody needs it
+        self.doom = ""  # why it is to go as soon as nobody needs it; empty: it stays
 
     @property
     def is_somewhere(self) -> bool:
@@ -50,7 +49,7 @@ class Entry:
     @property
     def is_usable(self) -> bool:
         """Whether a lookup may promise it: readable now, or on its way from a tier, or in one."""
-        if self.is_doomed or self.state is ChunkState.WRITING:
+        if self.doom or self.state is ChunkState.WRITING:
             return False
         return self.state is not ChunkState.ABSENT or self.tiers != 0
 
@@ -85,10 +84,22 @@ class Index:
         """The entry of ``key``, if there is one."""
         return self._entries.get(key)
 
+    def accepts(self, key: bytes, parent_key: bytes, sketch: bytes, num_tokens: int) -> bool:
+        """Whether such a chunk can be added: ``key`` is not that of other tokens, and not its own ancestor's."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return key != parent_key
+        if entry.parent is not None:
+            return entry.parent.key == parent_key and entry.sketch == sketch and entry.num_tokens == num_tokens
+        node = self._entries.get(parent_key)
+        while node is not None and node is not entry:
+            node = node.parent
+        return node is None
+
     def add(self, key: bytes, parent_key: bytes, sketch: bytes, num_tokens: int, image_bytes: int) -> Entry:
         """The entry of ``key`` under its parent; made, or filled in if it was a placeholder.
 
-        The caller has checked that an entry that is somewhere has this very sketch.
+        The caller has checked that the index ``accepts`` it, and that an entry that is somewhere has these very bytes.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -120,7 +131,7 @@ class Index:
     def best_child(self, parent_key: bytes, sketch: bytes) -> tuple[Entry, int] | None:
         """The usable child of ``parent_key`` that agrees with ``sketch`` in most leading grains, and in how many.
 
-        None if no child agrees in the first grain.
+        Among equals one that is in RAM. None if no child agrees in the first grain.
         """
         parent = self._entries.get(parent_key)
         if parent is None:
@@ -130,7 +141,9 @@ class Index:
         best: tuple[Entry, int] | None = None
         for child in children[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]:
             grains = common_grains(child.sketch, sketch)
-            if grains and child.is_usable and (best is None or grains > best[1]):
+            if not grains or not child.is_usable or (best is not None and grains < best[1]):
+                continue
+            if best is None or grains > best[1] or best[0].state is not ChunkState.READY:
                 best = child, grains
         return best
 
@@ -143,7 +156,7 @@ class Index:
         for child in parent.children[at : at + _NEIGHBOURS]:
             if not child.sketch.startswith(sketch):
                 return None
-            if child.is_somewhere and not child.is_doomed:
+            if child.is_somewhere and not child.doom:
                 return child
         return None
 
@@ -167,12 +180,8 @@ class Index:
         for key, entry in self._entries.items():
             num_children += len(entry.children)
             sketches = [child.sketch for child in entry.children]
-            slotted = sum(child.offset != NOWHERE for child in entry.children)
             if sketches != sorted(sketches) or any(child.parent is not entry for child in entry.children):
                 msg = f"index: children of {key.hex()[:16]} out of order, or not its own"
-                raise InvariantError(msg)
-            if slotted != entry.num_slotted_children:
-                msg = f"index: {key.hex()[:16]} counts {entry.num_slotted_children} children in RAM, has {slotted}"
                 raise InvariantError(msg)
             if not (entry.is_somewhere or entry.children or entry.pins):
                 msg = f"index: {key.hex()[:16]} is nowhere and has no children"

@@ -28,6 +28,13 @@ class Lease:
     deadline: float  # on the clock that ``now`` is of
     items: list[LeaseItem] = field(default_factory=list)
 
+    def ends_with(self, key: bytes) -> bool:
+        """Whether its last chunk is ``key``, held whole."""
+        last = self.items[-1] if self.items else None
+        if last is None or last.entry.key != key:
+            return False
+        return last.wanted is None and last.num_tokens == last.entry.num_tokens
+
 
 class LeaseTable:
     """All live leases, by id and by session."""

@@ -13,7 +13,12 @@ from qkvault.types import Medium, Outcome
 
 
 class StoreEvent(msgspec.Struct, frozen=True):
-    """A chunk has become readable in a medium, or has left it. ``reason`` says why it left."""
+    """A chunk has become readable in a medium, or has left it.
+
+    ``reason`` says why it left: ``evicted``, ``cooled`` (the hot cache is off), ``cleared``, ``superseded`` (a longer
+    chunk holds its tokens), ``absent`` or ``corrupt`` (the tier did not have what it should). ``tier`` is the tier's
+    name, ``ram`` for RAM.
+    """
 
     stored: bool
     medium: Medium
@@ -21,6 +26,7 @@ class StoreEvent(msgspec.Struct, frozen=True):
     parent: bytes
     num_tokens: int
     reason: str = ""
+    tier: str = ""
 
 
 @dataclass(slots=True)
@@ -60,16 +66,16 @@ class Ledger:
         """What became of the chunks of one reserve."""
         self.counters.outcomes.update(outcomes)
 
-    def stored(self, medium: Medium, entry: Entry) -> None:
-        """``entry`` has become readable in ``medium``."""
+    def stored(self, entry: Entry, medium: Medium, tier: str) -> None:
+        """``entry`` has become readable in ``tier``, which is a ``medium``."""
         self.counters.stored[medium] += 1
         self.counters.stored_bytes[medium] += entry.image_bytes
-        self._event(entry, medium, stored=True)
+        self.tell(entry, medium, tier, stored=True)
 
-    def removed(self, medium: Medium, entry: Entry, reason: str) -> None:
-        """``entry`` has left ``medium``."""
+    def removed(self, entry: Entry, medium: Medium, tier: str, reason: str) -> None:
+        """``entry`` has left ``tier``."""
         self.counters.removed[medium, reason] += 1
-        self._event(entry, medium, stored=False, reason=reason)
+        self.tell(entry, medium, tier, stored=False, reason=reason)
 
     def loaded(self, tier: str, entry: Entry) -> None:
         """``entry`` came up from ``tier``."""
@@ -80,7 +86,8 @@ class Ledger:
         """A job of ``tier`` failed for one chunk."""
         self.counters.failed[tier, reason] += 1
 
-    def _event(self, entry: Entry, medium: Medium, *, stored: bool, reason: str = "") -> None:
+    def tell(self, entry: Entry, medium: Medium, tier: str, *, stored: bool, reason: str = "") -> None:
+        """Note an event, if anybody wants them."""
         if self.wants_events:
             parent = entry.parent.key if entry.parent is not None else b""
-            self._events.append(StoreEvent(stored, medium, entry.key, parent, entry.num_tokens, reason))
+            self._events.append(StoreEvent(stored, medium, entry.key, parent, entry.num_tokens, reason, tier))

@@ -8,23 +8,33 @@ Life of a chunk in RAM::
                                                   `----job failed--> ABSENT
 
 Not thread-safe: one caller at a time (``driver``). Time is an argument. After every method all that ``check`` asks
-holds. No method raises for what a client may do wrong: unknown and foreign leases are ignored.
+holds. Unknown and foreign leases are ignored; of what a client may do wrong only a malformed chunk raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from qkvault.image import sketch_of
+from qkvault.image import PREFIX_BYTES, key_in, sketch_of
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
-from qkvault.store.core import Core
+from qkvault.store.core import RAM, Core
 from qkvault.store.index import NOWHERE, Entry
 from qkvault.store.leases import Lease, LeaseItem
-from qkvault.store.tiering import TierBook
+from qkvault.store.ledger import StoreEvent
+from qkvault.store.tiering import CORRUPT, TierBook
 from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
-from qkvault.types import GRAIN_TOKENS, TOKEN_BYTES, ChunkState, Medium, NewChunk, Outcome
+from qkvault.types import (
+    GRAIN_TOKENS,
+    KEY_BYTES,
+    SKETCH_BYTES,
+    TOKEN_BYTES,
+    ChunkState,
+    Medium,
+    NewChunk,
+    Outcome,
+)
 from qkvault.wire.messages import Located, Reserved
 
 
@@ -63,33 +73,52 @@ class StorageManager(Core):
         counters.lookups += 1
         counters.chunks_asked += len(keys)
         found: list[Entry] = []
-        for key, check in zip(keys, checks, strict=True):
+        parent = self.index.get(root)
+        for key, check in zip(keys, checks, strict=False):
             entry = self.index.get(key)
             if entry is None or not self._is_reachable(entry, search_range):
                 break
-            if not entry.sketch.endswith(check):
+            if entry.parent is not parent or entry.sketch[-SKETCH_BYTES:] != check:
                 counters.collisions += 1
                 break
             found.append(entry)
+            parent = entry
         lease = self.leases.open(session_id, is_write=False, now=now)
         self._pin_all(lease, found, search_range)
         counters.chunks_found += len(lease.items)
         last = self.index.get(keys[len(lease.items) - 1] if lease.items else root)
         return self._located(lease, can_fork=last is not None and bool(last.children))
 
-    def match(self, session_id: int, lease_id: int, parent: bytes, tokens: bytes, now: float) -> Located:
+    def match(
+        self,
+        session_id: int,
+        lease_id: int,
+        parent: bytes,
+        tokens: bytes,
+        now: float,
+        *,
+        search_range: Container[str] | None = None,
+    ) -> Located:
         """Lease the child of ``parent`` that shares the longest run of whole grains with ``tokens`` (4 bytes each).
 
-        Extends ``lease_id``, or opens a lease if that is 0. The shared tokens themselves are compared, at once if the
-        chunk is in RAM, else when it arrives. The new chunk, if any, is the last of the answer's.
+        Extends ``lease_id``, whose last chunk is ``parent``, or opens a lease if that is 0. The shared tokens
+        themselves are compared, at once if the chunk is in RAM, else when it arrives. The new chunk, if any, is the
+        last of the answer's. Nothing is added to a lease that has lost its last chunks meanwhile, or has run out.
         """
-        lease = self.leases.get(lease_id, session_id) or self.leases.open(session_id, is_write=False, now=now)
-        self.leases.renew(lease, now)
+        if lease_id:
+            lease = self.leases.get(lease_id, session_id)
+            if lease is None or lease.is_write:
+                return Located(0, (), 0)
+            self.leases.renew(lease, now)
+            if not lease.ends_with(parent):
+                return self._located(lease)
+        else:
+            lease = self.leases.open(session_id, is_write=False, now=now)
         best = self.index.best_child(parent, sketch_of(tokens))
-        if best is not None and self._is_reachable(best[0], None):
+        if best is not None and self._is_reachable(best[0], search_range):
             entry, grains = best
             num_items = len(lease.items)
-            self._pin_all(lease, [entry], None)
+            self._pin_all(lease, [entry], search_range)
             if len(lease.items) > num_items:
                 item = lease.items[-1]
                 item.num_tokens = min(grains * GRAIN_TOKENS, entry.num_tokens, len(tokens) // TOKEN_BYTES)
@@ -115,15 +144,23 @@ class StorageManager(Core):
         """Slots for those of ``chunks`` (one or more chains, heads first) that are not here yet; others say why not.
 
         Evicts on demand. When there is no room the rest of the chunks get none: fewer chunks are stored (row 11). A
-        chunk whose tokens a longer stored sibling has already is PRESENT (row 44).
+        chunk whose tokens a longer stored sibling has already is PRESENT (row 44). What hangs on a chunk that collides
+        collides too. Raises ValueError, and changes nothing, if a chunk is malformed.
         """
+        for chunk in chunks:
+            _require_sane(chunk)
         lease = self.leases.open(session_id, is_write=True, now=now)
         outcomes: list[Outcome] = []
         offsets: list[int] = []
+        collided: set[bytes] = set()
         has_room = True
         for chunk in chunks:
-            outcome = self._reserve_one(lease, chunk) if has_room else Outcome.NO_ROOM
-            has_room = outcome is not Outcome.NO_ROOM
+            outcome = Outcome.COLLISION if chunk.parent in collided else Outcome.NO_ROOM
+            if has_room and outcome is Outcome.NO_ROOM:
+                outcome = self._reserve_one(lease, chunk)
+                has_room = outcome is not Outcome.NO_ROOM
+            if outcome is Outcome.COLLISION:
+                collided.add(chunk.key)
             outcomes.append(outcome)
             offsets.append(lease.items[-1].entry.offset if outcome is Outcome.RESERVED else NOWHERE)
         self.ledger.count_outcomes(outcomes)
@@ -136,27 +173,27 @@ class StorageManager(Core):
     def _reserve_one(self, lease: Lease, chunk: NewChunk) -> Outcome:
         if self.is_frozen:
             return Outcome.FROZEN
-        entry = self.index.get(chunk.key)
-        if entry is not None and entry.parent is not None and entry.sketch != chunk.sketch:
+        if not self.index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens):
             self.ledger.counters.collisions += 1
             return Outcome.COLLISION
-        if entry is not None and entry.is_somewhere:
+        known = self.index.get(chunk.key)
+        if known is not None and known.is_somewhere and not self._is_lost(known, chunk.image_bytes):
             self.room.policy.touch(chunk.key)
-            return Outcome.BUSY if entry.is_doomed else Outcome.PRESENT
-        if self.index.covering_child(chunk.parent, chunk.sketch) is not None:
+            return Outcome.BUSY if known.doom else Outcome.PRESENT
+        if self.index.covering_child(chunk.parent, chunk.sketch) not in (None, known):
             return Outcome.PRESENT
         entry = self.index.add(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens, chunk.image_bytes)
-        if not self.room.give(entry, ChunkState.WRITING):
+        if not self._give_under_parent(entry):
             self.index.prune(entry)
             return Outcome.NO_ROOM
-        entry.pins += 1
         lease.items.append(LeaseItem(entry, Medium.RAM, chunk.num_tokens))
         return Outcome.RESERVED
 
     def commit(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None = None) -> int:
         """The slots of ``keys`` (None: of all) are written: publish them, and start writing them to the tiers.
 
-        The lease ends; chunks not named are aborted. Returns how many were published: 0 for a lease that has run out.
+        The lease ends; chunks not named are aborted, and so are those whose slot does not carry their key: nobody wrote
+        them. Returns how many were published: 0 for a lease that has run out.
         """
         lease = self.leases.get(lease_id, session_id)
         if lease is None or not lease.is_write:
@@ -167,18 +204,19 @@ class StorageManager(Core):
         published = []
         for item in lease.items:
             entry = item.entry
-            if entry.is_doomed or not (named is None or entry.key in named):
+            is_named = named is None or entry.key in named
+            if entry.doom or not is_named or key_in(self.room.image(entry)) != entry.key:
                 self._abort_entry(entry)
                 continue
             entry.pins -= 1
-            self.room.publish(entry)
-            self.ledger.stored(Medium.RAM, entry)
             published.append(entry)
+        self._publish(published)
         for entry in published:
             for sibling in self.index.covered_siblings(entry):
                 self._doom(sibling, "superseded")
-        self.tiering.store(published)
-        for entry in published:
+        left = [entry for entry in published if entry.state is ChunkState.READY]  # one may cover another
+        self.tiering.store(left)
+        for entry in left:
             self._settle(entry)
         return len(published)
 
@@ -221,35 +259,48 @@ class StorageManager(Core):
 
     def on_job_done(self, result: JobResult) -> None:
         """A tier finished a job."""
-        kind, book, done, failed = self.tiering.finish(result)
+        finished = self.tiering.finish(result)
+        if finished is None:
+            return
+        kind, book, done, failed = finished
+        if kind is JobKind.LOAD:
+            self._publish(done)
         for entry in done:
             if kind is JobKind.LOAD:
-                self.room.publish(entry)
                 self.ledger.loaded(book.name, entry)
-            self.ledger.stored(Medium.RAM if kind is JobKind.LOAD else book.medium, entry)
+            else:
+                self.ledger.stored(entry, book.medium, book.name)
         for entry, reason in failed:
             self.ledger.failed(book.name, reason)
             if kind is JobKind.LOAD:
                 self.room.take(entry)
+            elif reason == CORRUPT:  # no tier can keep it, so nobody should read it
+                self._doom(entry, CORRUPT)
+        self.tiering.store_again()
         for entry in [*done, *(entry for entry, _ in failed)]:
             self._settle(entry)
 
     def adopt(self, book: TierBook, found: Sequence[Found]) -> None:
-        """Learn what a tier held before this store began."""
-        for entry in self.tiering.adopt(book, found):
-            self.ledger.stored(book.medium, entry)
+        """Learn what a tier held before this store began, oldest use first. What was there at a ``clear`` is removed."""
+        for chunk in found:
+            entry = self.tiering.adopt(book, chunk)
+            if entry is not None:
+                self.ledger.stored(entry, book.medium, book.name)
 
     def take_jobs(self) -> list[tuple[int, TierJob]]:
         """Jobs that the tiers are to be given, each with its tier's number."""
         return self.tiering.take_jobs()
 
     def clear(self, *, lower_tiers: bool = True) -> int:
-        """Forget everything (``lower_tiers=False``: only what is in RAM). Returns how many chunks are to go.
+        """Forget everything (``lower_tiers=False``: only what lies idle in RAM). Returns how many chunks are to go.
 
-        A chunk that is being read goes when its readers are done; one that is being written never appears.
+        A chunk that is being read goes when its readers are done; one that is being written never appears, nor does
+        one that a scan finds later.
         """
-        known = [entry for entry in self.index if entry.is_somewhere and not entry.is_doomed]
+        known = [entry for entry in self.index if entry.is_somewhere and not entry.doom]
         if lower_tiers:
+            for book in self.tiering.books:
+                book.is_void = True
             for entry in known:
                 self._doom(entry, "cleared")
             return len(known)
@@ -265,6 +316,30 @@ class StorageManager(Core):
         for entry in [entry for entry in self.index if entry.state is ChunkState.READY]:
             self._settle(entry)
 
+    def take_events(self) -> list[StoreEvent]:
+        """Events since the last call; the first call switches them on and tells what is here."""
+        if not self.ledger.wants_events:
+            self.ledger.wants_events = True
+            for entry in self.index:
+                if entry.state is ChunkState.READY:
+                    self.ledger.tell(entry, Medium.RAM, RAM, stored=True)
+                for book in self.tiering.books:
+                    if entry.tiers & book.bit:
+                        self.ledger.tell(entry, book.medium, book.name, stored=True)
+        return self.ledger.take_events()
+
     def check(self) -> None:
         """Raise InvariantError unless all that must always hold does."""
         check_store(self)
+
+
+def _require_sane(chunk: NewChunk) -> None:
+    is_sane = (
+        len(chunk.key) == len(chunk.parent) == KEY_BYTES
+        and chunk.num_tokens > 0
+        and len(chunk.sketch) == -(-chunk.num_tokens // GRAIN_TOKENS) * SKETCH_BYTES
+        and chunk.image_bytes >= PREFIX_BYTES + chunk.num_tokens * TOKEN_BYTES
+    )
+    if not is_sane:
+        msg = f"a malformed chunk: {chunk}"
+        raise ValueError(msg)

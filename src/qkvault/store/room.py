@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from qkvault.image import wipe_header
+from qkvault.image import ALIGNMENT_BYTES, align_up, wipe_header
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.index import NOWHERE, Entry, Index
@@ -26,32 +26,28 @@ def victims_of(
     chain's tail cannot be hit. Held entries, and so whatever they hang on, stay.
     """
     chosen: dict[bytes, Entry] = {}
+    blocked: set[bytes] = set()  # held, or with a held descendant
     freed_bytes = 0
     for key in policy.victims():
         head = index.get(key)
-        if head is None or key in chosen:
+        if head is None or key in chosen or key in blocked:
             continue
-        for entry in _tails_first(head, is_here, chosen):
-            if is_held(entry):
+        path = [(head, iter(head.children))]  # a walk without recursion: chains are as long as contexts
+        while path:
+            entry, children = path[-1]
+            if entry.key in blocked or is_held(entry):
+                blocked.update(ancestor.key for ancestor, _ in path)
                 break
+            child = next((c for c in children if is_here(c) and c.key not in chosen), None)
+            if child is not None:
+                path.append((child, iter(child.children)))
+                continue
+            path.pop()
             chosen[entry.key] = entry
             freed_bytes += cost(entry)
             if freed_bytes >= wanted_bytes:
                 return list(chosen.values())
     return list(chosen.values())
-
-
-def _tails_first(head: Entry, is_here: Callable[[Entry], bool], skip: dict[bytes, Entry]) -> Iterator[Entry]:
-    # A walk without recursion: chains are as long as contexts.
-    stack = [(head, iter(head.children))]
-    while stack:
-        entry, children = stack[-1]
-        child = next((c for c in children if is_here(c) and c.key not in skip), None)
-        if child is not None:
-            stack.append((child, iter(child.children)))
-            continue
-        yield entry
-        stack.pop()
 
 
 class Room:
@@ -71,7 +67,8 @@ class Room:
     def give(self, entry: Entry, state: ChunkState) -> bool:
         """Give ``entry`` a slot for its image, evicting if need be. False, and nothing changed for it, if none is left.
 
-        The slot's old header is wiped, so that a reader whose lease ran out cannot take the new bytes for the old.
+        The caller has pinned it, lest it be pruned with those that leave. The slot's old header is wiped, so that a
+        reader whose lease ran out cannot take the new bytes for the old.
         """
         offset = self._allocate(entry.image_bytes)
         if offset is None:
@@ -79,8 +76,6 @@ class Room:
         wipe_header(self.pool.view(offset, entry.image_bytes))
         entry.offset = offset
         entry.state = state
-        if entry.parent is not None:
-            entry.parent.num_slotted_children += 1
         return True
 
     def publish(self, entry: Entry) -> None:
@@ -96,8 +91,6 @@ class Room:
         entry.offset = NOWHERE
         entry.state = ChunkState.ABSENT
         self.policy.remove(entry.key)
-        if entry.parent is not None:
-            entry.parent.num_slotted_children -= 1
         return offset
 
     def image(self, entry: Entry) -> memoryview:
@@ -105,13 +98,14 @@ class Room:
         return self.pool.view(entry.offset, entry.image_bytes)
 
     def _allocate(self, num_bytes: int) -> int | None:
-        wanted_bytes = num_bytes
+        needed_bytes = align_up(num_bytes)
+        wanted_bytes = max(needed_bytes - self.pool.free_bytes, ALIGNMENT_BYTES)
         while (offset := self.pool.allocate(num_bytes)) is None:
             victims = victims_of(
-                self.policy, self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_image_bytes
+                self.policy, self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_slot_bytes
             )
-            if not victims:
-                return None
+            if not victims or sum(map(_slot_bytes, victims)) + self.pool.free_bytes < needed_bytes:
+                return None  # it cannot be had: nobody leaves in vain
             for entry in victims:
                 self.take(entry)
                 self._on_evicted(entry)
@@ -127,5 +121,5 @@ def _is_pinned(entry: Entry) -> bool:
     return entry.pins > 0
 
 
-def _image_bytes(entry: Entry) -> int:
-    return entry.image_bytes
+def _slot_bytes(entry: Entry) -> int:
+    return align_up(entry.image_bytes)

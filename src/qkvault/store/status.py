@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkvault.store.core import Core
+from qkvault.store.core import RAM, Core
 from qkvault.store.ledger import Counters
 from qkvault.types import Medium, Outcome
 from qkvault.wire.messages import Status, TierStatus
@@ -11,9 +11,7 @@ from qkvault.wire.messages import Status, TierStatus
 def status_of(store: Core, *, num_sessions: int, is_scanning: bool) -> Status:
     """What is where, how full it is, and what happened so far."""
     pool = store.room.pool
-    media = [
-        TierStatus(Medium.RAM.value, pool.capacity_bytes, pool.used_bytes, len(store.room.policy), is_healthy=True)
-    ]
+    media = [TierStatus(RAM, pool.capacity_bytes, pool.used_bytes, len(store.room.policy), is_healthy=True)]
     media += [
         TierStatus(book.name, book.capacity_bytes, book.used_bytes, len(book.policy), book.is_healthy)
         for book in store.tiering.books

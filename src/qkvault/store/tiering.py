@@ -5,6 +5,7 @@ Emits jobs and takes their results; moves no bytes itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,6 +18,7 @@ from qkvault.tiers.base import Found, JobKind, JobResult, Piece, TierJob
 from qkvault.types import ChunkState, Medium
 
 UNAVAILABLE: Final = "unavailable"
+CORRUPT: Final = "corrupt"
 EVICTED: Final = "evicted"
 
 
@@ -32,19 +34,25 @@ class TierBook:
     policy: Policy
     used_bytes: int = 0  # stored and being stored
     is_healthy: bool = True
-    deleting: set[bytes] = field(default_factory=set)  # keys whose removal is under way: not to be stored meanwhile
+    is_void: bool = False  # what a scan still finds was cleared, and is to go
+    deleting: dict[bytes, bool] = field(default_factory=dict)  # being removed -> whether to store it again afterwards
+    to_delete: list[bytes] = field(default_factory=list)  # those of ``deleting`` that no job has yet
 
     @property
     def bit(self) -> int:
         """Its bit in ``Entry.tiers``."""
         return 1 << self.number
 
+    def holds(self, entry: Entry) -> bool:
+        """Whether it has ``entry``, or is being given it."""
+        return (entry.tiers | entry.storing) & self.bit != 0
+
 
 @dataclass(slots=True)
 class _Pending:
     book: TierBook
     kind: JobKind
-    entries: dict[bytes, Entry]
+    entries: dict[bytes, Entry]  # pinned, and not told of yet
     deleted: tuple[bytes, ...]
 
 
@@ -65,22 +73,29 @@ class Tiering:
         self._pending: dict[int, _Pending] = {}
         self._jobs: list[tuple[int, TierJob]] = []
         self._next_id = 1
+        self._again: list[tuple[TierBook, bytes]] = []
 
     def take_jobs(self) -> list[tuple[int, TierJob]]:
-        """Jobs to submit, each with the number of its tier."""
-        jobs, self._jobs = self._jobs, []
+        """Jobs to submit, each with the number of its tier. What makes room comes before what needs it."""
+        later, self._jobs = self._jobs, []
+        for book in self.books:
+            if book.to_delete:
+                keys, book.to_delete = tuple(book.to_delete), []
+                self._submit(book, JobKind.DELETE, [], keys=keys)
+        jobs, self._jobs = self._jobs + later, []
         return jobs
 
     @property
     def num_pending(self) -> int:
         """Jobs submitted or about to be, whose result is not in."""
-        return len(self._pending)
+        return len(self._pending) + sum(bool(book.to_delete) for book in self.books)
 
     def book_of(self, entry: Entry, search_range: Container[str] | None = None) -> TierBook | None:
         """The nearest healthy tier, of those named in ``search_range`` (None: of all), that holds ``entry``."""
-        for book in self.books:
-            if entry.tiers & book.bit and book.is_healthy and (search_range is None or book.name in search_range):
-                return book
+        if entry.tiers:
+            for book in self.books:
+                if entry.tiers & book.bit and book.is_healthy and (search_range is None or book.name in search_range):
+                    return book
         return None
 
     def store(self, entries: Iterable[Entry]) -> None:
@@ -89,8 +104,9 @@ class Tiering:
         for book in self.books:
             if not book.is_healthy:
                 continue
-            lacking = [e for e in entries if not (e.tiers | e.storing) & book.bit and e.key not in book.deleting]
-            self._store_to(book, lacking)
+            lacking = [entry for entry in entries if not book.holds(entry)]
+            book.deleting.update((entry.key, True) for entry in lacking if entry.key in book.deleting)
+            self._store_to(book, [entry for entry in lacking if entry.key not in book.deleting])
 
     def load(self, book: TierBook, entries: list[Entry]) -> None:
         """Fill the slots of ``entries`` (LOADING) from ``book``. Pins their slots."""
@@ -102,55 +118,70 @@ class Tiering:
         """Remove ``entry`` from every tier that has it. It counts as gone at once; the file goes with the job."""
         for book in self.books:
             if entry.tiers & book.bit:
+                self._drop(book, entry.key)
                 self._forget(book, entry, reason)
-                self._submit(book, JobKind.DELETE, [], keys=(entry.key,))
 
-    def adopt(self, book: TierBook, found: Iterable[Found]) -> list[Entry]:
-        """Enter what a scan found in ``book``, oldest use first; what does not fit its capacity is deleted."""
-        adopted = []
-        for chunk in found:
-            known = self._index.get(chunk.key)
-            if known is not None and (
-                (known.tiers | known.storing) & book.bit or (known.is_somewhere and known.sketch != chunk.sketch)
-            ):
-                continue
-            entry = self._index.add(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens, chunk.image_bytes)
-            entry.tiers |= book.bit
-            book.used_bytes += book.stored_bytes(chunk.image_bytes)
-            book.policy.add(chunk.key)
-            adopted.append(entry)
-        for victim in self._victims(book, book.used_bytes - book.capacity_bytes):
-            self.delete(victim, EVICTED)
-        return [entry for entry in adopted if entry.tiers & book.bit]
+    def adopt(self, book: TierBook, chunk: Found) -> Entry | None:
+        """Enter what a scan found in ``book``; it is used later than what was entered before.
 
-    def finish(self, result: JobResult) -> tuple[JobKind, TierBook, list[Entry], list[tuple[Entry, str]]]:
-        """Take a job off the book: unpin, count, and return its kind, tier, the entries done and those failed."""
-        pending = self._pending.pop(result.job_id)
+        Removed instead is what was cleared, what does not fit the capacity, and what differs from a chunk of that key.
+        """
+        known = self._index.get(chunk.key)
+        if chunk.key in book.deleting or (known is not None and book.holds(known)):
+            return None
+        is_same = known is None or not known.is_somewhere or known.image_bytes == chunk.image_bytes
+        if (
+            book.is_void
+            or not (is_same and self._index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens))
+            or not self._make_room(book, chunk.image_bytes, self._index.get(chunk.parent))
+        ):
+            self._drop(book, chunk.key)
+            return None
+        entry = self._index.add(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens, chunk.image_bytes)
+        entry.tiers |= book.bit
+        book.used_bytes += book.stored_bytes(chunk.image_bytes)
+        book.policy.add(chunk.key)
+        return entry
+
+    def finish(self, result: JobResult) -> tuple[JobKind, TierBook, list[Entry], list[tuple[Entry, str]]] | None:
+        """Take a job off the book: unpin, count, and return its kind, tier, the entries done and those failed.
+
+        An entry that the result does not tell of has failed. None for a job that is not under way.
+        """
+        pending = self._pending.pop(result.job_id, None)
+        if pending is None:
+            return None
         book, done, failed = pending.book, [], []
-        book.deleting.difference_update(pending.deleted)
         for key in result.done:
-            entry = pending.entries.get(key)
-            if entry is not None:
+            if (entry := pending.entries.pop(key, None)) is not None:
                 self._unpin(pending, entry)
                 done.append(entry)
                 if pending.kind is JobKind.STORE:
                     entry.tiers |= book.bit
                     book.policy.add(key)
-        for key, reason in result.failed:
-            entry = pending.entries.get(key)
-            if entry is not None:
+        for key, reason in [*result.failed, *((key, UNAVAILABLE) for key in pending.entries)]:
+            if (entry := pending.entries.pop(key, None)) is not None:
                 self._unpin(pending, entry)
                 failed.append((entry, reason))
                 if pending.kind is JobKind.STORE:
                     book.used_bytes -= book.stored_bytes(entry.image_bytes)
                 elif reason != UNAVAILABLE and entry.tiers & book.bit:
                     self._forget(book, entry, reason)
+        self._again += [(book, key) for key in pending.deleted if book.deleting.pop(key, False)]
         return pending.kind, book, done, failed
+
+    def store_again(self) -> None:
+        """Write what was committed while an older copy was being removed."""
+        again, self._again = self._again, []
+        for book, key in again:
+            entry = self._index.get(key)
+            if entry is not None and entry.state is ChunkState.READY and not entry.doom and not book.holds(entry):
+                self._store_to(book, [entry])
 
     def check(self) -> None:
         """Raise InvariantError unless every tier's bytes are the sum of its entries and under its cap."""
         for book in self.books:
-            held = [entry for entry in self._index if (entry.tiers | entry.storing) & book.bit]
+            held = [entry for entry in self._index if book.holds(entry)]
             sum_bytes = sum(book.stored_bytes(entry.image_bytes) for entry in held)
             if sum_bytes != book.used_bytes or book.used_bytes > book.capacity_bytes:
                 msg = f"tier {book.name}: {book.used_bytes} bytes, entries take {sum_bytes}, cap {book.capacity_bytes}"
@@ -159,27 +190,47 @@ class Tiering:
                 msg = f"tier {book.name}: the policy orders {len(book.policy)} chunks"
                 raise InvariantError(msg)
 
-    def pins_of(self, entry: Entry) -> int:
-        """How many jobs under way pin ``entry``."""
-        return sum(entry.key in pending.entries for pending in self._pending.values())
+    def pins(self) -> Counter[bytes]:
+        """How many jobs under way pin each entry, by key."""
+        return Counter(key for pending in self._pending.values() for key in pending.entries)
 
     def _store_to(self, book: TierBook, entries: list[Entry]) -> None:
         stored: list[Entry] = []
-        evicted: list[bytes] = []
+        num_dropped = len(book.to_delete)
         for entry in entries:
-            size = book.stored_bytes(entry.image_bytes)
-            if (excess_bytes := book.used_bytes + size - book.capacity_bytes) > 0:
-                victims = self._victims(book, excess_bytes)
-                if sum(book.stored_bytes(victim.image_bytes) for victim in victims) < excess_bytes:
-                    break  # nothing else can leave: the rest of the chain stays in RAM only
-                for victim in victims:
-                    self._forget(book, victim, EVICTED)
-                    evicted.append(victim.key)
-            book.used_bytes += size
+            if not self._make_room(book, entry.image_bytes, entry.parent):
+                break  # nothing else can leave: the rest of the chain stays in RAM only
+            book.used_bytes += book.stored_bytes(entry.image_bytes)
             entry.storing |= book.bit
             stored.append(entry)
         if stored:
-            self._submit(book, JobKind.STORE, stored, delete_first=tuple(evicted))
+            evicted = tuple(book.to_delete[num_dropped:])
+            del book.to_delete[num_dropped:]
+            self._submit(book, JobKind.STORE, stored, delete_first=evicted)
+
+    def _make_room(self, book: TierBook, image_bytes: int, parent: Entry | None) -> bool:
+        # Evicts for a child of ``parent``, which therefore stays. Nobody leaves in vain.
+        excess_bytes = book.used_bytes + book.stored_bytes(image_bytes) - book.capacity_bytes
+        if excess_bytes <= 0:
+            return True
+        victims = victims_of(
+            book.policy,
+            self._index,
+            excess_bytes,
+            is_here=book.holds,
+            is_held=lambda e: e is parent or e.state is ChunkState.LOADING or bool(e.storing & book.bit),
+            cost=lambda entry: book.stored_bytes(entry.image_bytes),
+        )
+        if sum(book.stored_bytes(victim.image_bytes) for victim in victims) < excess_bytes:
+            return False
+        for victim in victims:
+            self._drop(book, victim.key)
+            self._forget(book, victim, EVICTED)
+        return True
+
+    def _drop(self, book: TierBook, key: bytes) -> None:
+        book.deleting[key] = False
+        book.to_delete.append(key)
 
     def _unpin(self, pending: _Pending, entry: Entry) -> None:
         entry.pins -= 1
@@ -199,7 +250,6 @@ class Tiering:
         pieces += [Piece(key, memoryview(b"")) for key in keys]
         for entry in entries:
             entry.pins += 1
-        book.deleting.update(keys, delete_first)
         by_key = {entry.key: entry for entry in entries}
         self._pending[self._next_id] = _Pending(book, kind, by_key, keys + delete_first)
         self._jobs.append((book.number, TierJob(self._next_id, kind, tuple(pieces), delete_first)))
@@ -210,15 +260,3 @@ class Tiering:
         book.policy.remove(entry.key)
         book.used_bytes -= book.stored_bytes(entry.image_bytes)
         self._on_lost(book, entry, reason)
-
-    def _victims(self, book: TierBook, wanted_bytes: int) -> list[Entry]:
-        if wanted_bytes <= 0:
-            return []
-        return victims_of(
-            book.policy,
-            self._index,
-            wanted_bytes,
-            is_here=lambda entry: bool(entry.tiers & book.bit),
-            is_held=lambda entry: entry.state is ChunkState.LOADING,
-            cost=lambda entry: book.stored_bytes(entry.image_bytes),
-        )

@@ -263,6 +263,13 @@ class TierContract:
             assert (chunk.sketch, chunk.image_bytes) == (sketch_of(tokens_of(n)), image_bytes)
             assert 0 < chunk.stored_bytes <= desk.tier.stored_bytes(image_bytes)
 
+    def test_what_is_found_by_key_is_what_a_scan_finds(self, desk: TierDesk, slots: Slots) -> None:
+        """A tier need not answer; if it does, it tells the same, and nothing of what is not there."""
+        desk.store(*(slots.image(n, 1000 * n + 1) for n in range(5)))
+        scanned = {chunk.key: chunk for chunk in desk.scan()}
+        found = desk.tier.find([key_of(3), key_of(99), key_of(0)])
+        assert found in ([], [scanned[key_of(3)], scanned[key_of(0)]])
+
     def test_a_scan_may_be_left(self, desk: TierDesk, slots: Slots) -> None:
         """Jobs run while it lasts and after it was given up."""
         desk.store(*(slots.image(n) for n in range(3)))
@@ -295,6 +302,16 @@ class TierContract:
         desk.submit(JobKind.LOAD, [slots.blank(key_of(1), 204_096)])
         desk.tier.poll()
         assert desk.tier.drain(DRAIN_SECONDS)
+
+    def test_what_was_purged_is_absent(self, desk: TierDesk, slots: Slots) -> None:
+        """A tier that purges says how many chunks it removed, and can go on."""
+        stored = [slots.image(n) for n in range(4)]
+        desk.store(*stored)
+        if desk.tier.purge() == 0:
+            pytest.skip("a tier that does not purge")
+        assert desk.scan() == []
+        assert desk.load(slots.blank_for(stored[0])).failed == ((stored[0].key, "absent"),)
+        assert desk.store(stored[0]).done
 
     def test_drain_waits_no_longer_than_told(self, desk: TierDesk, slots: Slots) -> None:
         """With nothing to do it is true at once."""

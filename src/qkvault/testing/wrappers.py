@@ -53,6 +53,12 @@ class WrapperTier(Tier):
     def contains(self, key: bytes) -> bool | None:
         return self.inner.contains(key)
 
+    def find(self, keys: Sequence[bytes]) -> list[Found]:
+        return self.inner.find(keys)
+
+    def purge(self) -> int:
+        return self.inner.purge()
+
     @property
     def is_healthy(self) -> bool:
         return self.inner.is_healthy

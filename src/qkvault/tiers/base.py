@@ -106,6 +106,14 @@ class Tier(ABC):
         A hint: only a LOAD proves it.
         """
 
+    def find(self, keys: Sequence[bytes]) -> list[Found]:
+        """What a scan would tell of ``keys``, those that are here. Blocks for a small read each; any thread.
+
+        Asked while ``scan`` has not come to an end. A tier that scans in no time need not answer.
+        """
+        del keys
+        return []
+
     @property
     @abstractmethod
     def is_healthy(self) -> bool:

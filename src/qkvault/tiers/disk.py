@@ -26,7 +26,7 @@ from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, TierCoun
 from qkvault.types import Medium
 
 PROBE_SECONDS: Final = 2.0
-SCAN_BATCH: Final = 512  # chunks
+SCAN_BATCH: Final = 128  # chunks, whose files are open at the same time
 _MAX_HEAD_BYTES: Final = 1 << 22
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_THE_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # this process is short of something
@@ -70,17 +70,14 @@ class DiskTier(Tier):
         self._direct = direct_io
         self._owner = secrets.token_hex(4)  # marks our temporary files
         self._numbers = itertools.count()
-        self._deadlines: dict[JobKind | None, float] = {
-            JobKind.LOAD: read_deadline_seconds,
-            JobKind.STORE: write_deadline_seconds,
-            JobKind.DELETE: write_deadline_seconds,
-            None: write_deadline_seconds,  # a probe
-        }
+        self._deadlines: dict[JobKind | None, float] = dict.fromkeys((*JobKind, None), write_deadline_seconds)
+        self._deadlines[JobKind.LOAD] = read_deadline_seconds
         self._reads = Health(name, "reading", probe_seconds)
         self._writes = Health(name, "writing", probe_seconds)
         self._is_probing = False  # set by the caller's thread, cleared by the worker that has probed
         self._room_bytes = 0  # image that did not fit; by workers
         self._owed: deque[bytes] = deque()  # keys whose removal failed, removed before writing recovers; by workers
+        self._head_bytes = ALIGNMENT_BYTES  # longest header seen, read of a file at first; a lost update costs a read
         self._is_purged = False
         self._lock = files.DirectoryLock(self._root)
         try:
@@ -101,8 +98,8 @@ class DiskTier(Tier):
     @property
     def problems(self) -> dict[str, str]:
         """What does not work right now (``reading``, ``writing``), and why."""
-        sides = {"reading": self._reads.problem, "writing": self._writes.problem}
-        return {what: problem for what, problem in sides.items() if problem is not None}
+        sides = (("reading", self._reads.problem), ("writing", self._writes.problem))
+        return {what: problem for what, problem in sides if problem is not None}
 
     @property
     def is_healthy(self) -> bool:
@@ -153,15 +150,14 @@ class DiskTier(Tier):
                 elif entry.kind is files.FileKind.TEMPORARY and entry.owner != self._owner:
                     num_removed += _remove(entry.path)
             listing.sort()
-            head_bytes = ALIGNMENT_BYTES
             for at in range(0, len(listing), SCAN_BATCH):
+                batch = listing[at : at + SCAN_BATCH]
                 found = []
-                for _, num_bytes, path, key in listing[at : at + SCAN_BATCH]:
-                    header = self._header_of(path, num_bytes, head_bytes)
+                heads = self._headers_of([path for _, _, path, _ in batch])
+                for (_, num_bytes, path, key), header in zip(batch, heads, strict=True):
                     if header is not None and header.key == key and _file_bytes(header) == num_bytes:
-                        head_bytes = max(head_bytes, header.header_bytes)
                         found.append(_found(header, num_bytes))
-                    else:
+                    elif _size_of(path) == num_bytes:  # else it was written again meanwhile
                         num_removed += _remove(path)
                 num_found += len(found)
                 if found:
@@ -169,8 +165,19 @@ class DiskTier(Tier):
         except OSError as error:
             self._judge(error)
             _log.warning("disk_scan_ended_early", tier=self.name, path=self._root, error=error)
-        fields = {"chunks": num_found, "removed": num_removed, "seconds": time.monotonic() - start}
-        _log.info("disk_scanned", tier=self.name, path=self._root, **fields)
+        seconds = time.monotonic() - start
+        _log.info("disk_scanned", tier=self.name, chunks=num_found, removed=num_removed, seconds=seconds)
+
+    def find(self, keys: Sequence[bytes]) -> list[Found]:
+        if not self._reads.is_up:
+            return []
+        found = []
+        paths = [files.path_of(self._root, key) for key in keys]
+        with suppress(OSError):
+            for path, key, header in zip(paths, keys, self._headers_of(paths), strict=True):
+                if header is not None and header.key == key and _size_of(path) == _file_bytes(header):
+                    found.append(_found(header, _file_bytes(header)))
+        return found
 
     def purge(self) -> int:
         """Remove all chunks and what is left of some; files that are not ours stay. Returns how many were removed.
@@ -258,12 +265,9 @@ class DiskTier(Tier):
     def _delete(self, piece: Piece) -> str | None:
         try:
             Path(files.path_of(self._root, piece.key)).unlink()
-        except FileNotFoundError:
-            if not self._lock.is_held:
-                self._owed.append(piece.key)
-                raise
-            return ABSENT
-        except OSError:
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and self._lock.is_held:
+                return ABSENT
             self._owed.append(piece.key)
             raise
         if not self._writes.is_up:
@@ -271,9 +275,8 @@ class DiskTier(Tier):
         return None
 
     def _discard(self, piece: Piece, why: str) -> str:
-        path = files.path_of(self._root, piece.key)
-        _remove(path)
-        _log.debug("chunk_corrupt", tier=self.name, path=path, why=why)
+        _remove(files.path_of(self._root, piece.key))
+        _log.debug("chunk_corrupt", tier=self.name, key=piece.key, why=why)
         return CORRUPT
 
     def _is_only_of_file(self, error: OSError) -> bool:
@@ -292,22 +295,21 @@ class DiskTier(Tier):
         for side in (self._reads, self._writes) if is_gone else sides:
             side.report("the directory is gone" if is_gone else error.strerror or str(error))
 
-    def _header_of(self, path: str, num_bytes: int, head_bytes: int) -> Header | None:
-        """Header of the file at ``path``, None if it has none. ``head_bytes`` is how long it is likely to be.
+    def _headers_of(self, paths: Sequence[str]) -> Iterator[Header | None]:
+        """The headers of the files at ``paths``; None for a file that has none, or is not there.
 
         Raises OSError if the disk cannot be read.
         """
-        while True:
-            try:
-                return read_header(memoryview(files.read_head(path, head_bytes)))
-            except ValueError:
-                if head_bytes >= min(num_bytes, _MAX_HEAD_BYTES):
-                    return None
-                head_bytes *= 4  # it may be longer than what was read
-            except OSError as error:
-                if not isinstance(error, FileNotFoundError) and not self._is_only_of_file(error):
-                    raise
-                return None
+        num_bytes = self._head_bytes
+        for path, head in zip(paths, files.read_heads(paths, num_bytes), strict=True):
+            header = _header_of(path, head, num_bytes)
+            if isinstance(header, Header):
+                self._head_bytes = max(self._head_bytes, header.header_bytes)
+                yield header
+            elif header is None or isinstance(header, FileNotFoundError) or self._is_only_of_file(header):
+                yield None
+            else:
+                raise header
 
     def _probe(self) -> None:
         """See whether what is down works again, and make the directory anew if it is gone."""
@@ -341,6 +343,26 @@ def _image_bytes(header: Header, piece: Piece) -> int | None:
 
 def _file_bytes(header: Header) -> int:
     return align_up(header.header_bytes + header.payload_bytes)
+
+
+def _header_of(path: str, head: bytes | OSError, num_bytes: int) -> Header | OSError | None:
+    """The header in ``head``, which is what reading ``num_bytes`` of the file gave; reads more if need be."""
+    while not isinstance(head, OSError):
+        try:
+            return read_header(memoryview(head))
+        except ValueError:
+            if len(head) < num_bytes or num_bytes >= _MAX_HEAD_BYTES:
+                return None  # it was not for want of bytes
+        num_bytes *= 4
+        (head,) = files.read_heads([path], num_bytes)
+    return head
+
+
+def _size_of(path: str) -> int | None:
+    try:
+        return Path(path).lstat().st_size
+    except OSError:
+        return None
 
 
 def _found(header: Header, stored_bytes: int) -> Found:

@@ -31,8 +31,11 @@ class Head(NamedTuple):
 
 
 def encode(message: AnyRequest | AnyReply, sequence: int, epoch: int) -> bytes:
-    """One whole frame."""
+    """One whole frame. Raises ProtocolError if the message is longer than a frame may be."""
     body = _ENCODER.encode(message)
+    if len(body) > MAX_BODY_BYTES:
+        msg = f"a message of {len(body)} bytes: at most {MAX_BODY_BYTES} are allowed"
+        raise ProtocolError(msg)
     return HEAD.pack(len(body), sequence, epoch) + body
 
 

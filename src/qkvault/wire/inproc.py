@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from qkvault.errors import Unavailable
 from qkvault.wire.messages import AnyReply, AnyRequest
 from qkvault.wire.transport import Handler, PoolView, Transport
+
+_LOOK_SECONDS: Final = 0.002  # at most, between two looks at a lease that has chunks pending
 
 
 class InprocTransport(Transport):
     """A session with a store in this process."""
 
     def __init__(self, handler: Handler, pool: PoolView, wait: Callable[[float], None], client: str) -> None:
-        """``wait(seconds)`` sleeps until a tier job has ended, or that long."""
+        """``wait(seconds)`` sleeps until a tier job ends, or that long."""
         self.pool = pool
         self._handler = handler
         self._wait = wait
@@ -26,7 +29,7 @@ class InprocTransport(Transport):
         return self._handler.call(self._session_id, request)
 
     def wait_change(self, timeout_seconds: float) -> None:
-        self._wait(timeout_seconds)
+        self._wait(min(timeout_seconds, _LOOK_SECONDS))  # the job may have ended since the last look
 
     def close(self) -> None:
         session_id, self._session_id = self._session_id, None

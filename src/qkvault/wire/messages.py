@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from qkvault.types import ChunkRef, NewChunk, Outcome
+from qkvault.types import ChunkRef, Medium, NewChunk, Outcome
 
 PROTOCOL_VERSION: Final = 1
 
@@ -44,6 +44,7 @@ class Match(Request, frozen=True):
     lease_id: int
     parent: bytes
     tokens: bytes  # 4 bytes each, at most a chunk of them
+    search_range: tuple[str, ...] | None = None  # as for Lookup
 
 
 class Poll(Request, frozen=True):
@@ -110,12 +111,14 @@ class Located(Reply, frozen=True):
 
     ``ready`` may be read under the lease; ``num_pending`` more are on their way (``Poll``). ``lease_id`` is 0 when
     nothing was found. ``can_fork``: some child of the last chunk found may share more tokens (``Match``).
+    ``pending_tokens`` are those of the chunks on their way, by where they come from.
     """
 
     lease_id: int
     ready: tuple[ChunkRef, ...]
     num_pending: int
     can_fork: bool = False
+    pending_tokens: dict[Medium, int] = msgspec.field(default_factory=dict)
 
 
 class Reserved(Reply, frozen=True):
@@ -156,7 +159,7 @@ class Status(Reply, frozen=True):
 
 
 class Failed(Reply, frozen=True):
-    """The request was not done. Codes: ``protocol``, ``invariant``, ``internal``."""
+    """The request was not done. Codes: ``protocol``, ``invariant``, ``closed``, ``internal``."""
 
     code: str
     message: str

@@ -6,17 +6,21 @@ it and copies by itself: no bytes of chunks pass the socket, and no shared segme
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import selectors
 import socket
 import stat
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
 from qkvault.errors import ConfigError, DeadlineExceeded, ProtocolError, Unavailable
-from qkvault.logs import get_logger
+from qkvault.logs import RateLimited, get_logger
 from qkvault.pool import AttachedPool, Pool
 from qkvault.wire import codec
 from qkvault.wire import messages as m
@@ -24,9 +28,13 @@ from qkvault.wire.transport import Handler, Transport
 
 UNIX_SCHEME: Final = "unix://"
 _POLL_SECONDS: Final = 0.0005  # between two looks at a lease that has chunks pending
+_TURN_SECONDS: Final = 2.0  # that a server waits for others that start in the same folder
+_ACCEPT_PAUSE_SECONDS: Final = 0.01
+_BACKLOG: Final = 128
 _RECV_BYTES: Final = 1 << 18
 _MAX_OUT_BYTES: Final = 256 << 20  # a client that does not read its replies is cut off here
 _log = get_logger("wire")
+_limited = RateLimited(_log)
 
 
 def unix_path(address: str) -> str:
@@ -39,83 +47,108 @@ def unix_path(address: str) -> str:
 
 
 class SocketTransport(Transport):
-    """A session over a Unix socket."""
+    """A session over a Unix socket.
+
+    Once a call has failed the session is of no more use; the store ends it, and gives its slots to others, when it is
+    closed. Whoever owns it closes it as soon as nothing of his is still being copied.
+    """
 
     def __init__(self, address: str, client: str, *, timeout_seconds: float = 1.0) -> None:
-        """Connect and say hello. Raises Unavailable."""
+        """Connect and say hello. Raises Unavailable, and ProtocolError if the store speaks another protocol."""
+        self._address = address
+        self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._sequence = 0
+        self._is_usable = True
+        self._descriptors: list[int] = []  # received and not owned by anybody yet
         self.epoch = 0
-        self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(timeout_seconds)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.connect(unix_path(address))
-            welcome, descriptors = self._exchange(m.Hello(m.PROTOCOL_VERSION, client), max_descriptors=1)
-        except OSError as error:
-            self.close()
-            msg = f"no store answers at {address}: {error}"
-            raise Unavailable(msg) from error
-        if not isinstance(welcome, m.Welcome) or not descriptors:
-            self.close()
-            msg = f"the store at {address} did not welcome us: {welcome}"
-            raise Unavailable(msg)
-        self.pool: AttachedPool = AttachedPool(descriptors[0], welcome.pool_bytes)
+            self.pool: AttachedPool = self._open(client)
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
 
     def call(self, request: m.AnyRequest) -> m.AnyReply:  # contract inherited
-        try:
-            return self._exchange(request)[0]
-        except TimeoutError as error:
-            self.close()  # the late answer would be taken for the next one's
-            msg = "the store did not answer in time"
-            raise DeadlineExceeded(msg) from error
-        except OSError as error:
-            self.close()
-            msg = f"the store is gone: {error}"
-            raise Unavailable(msg) from error
-
-    def wait_change(self, timeout_seconds: float) -> None:
-        threading.Event().wait(min(timeout_seconds, _POLL_SECONDS))
-
-    def close(self) -> None:
-        connection, self._socket = self._socket, None
-        if connection is not None:
-            connection.close()
-
-    def _exchange(self, request: m.AnyRequest, *, max_descriptors: int = 0) -> tuple[m.AnyReply, list[int]]:
         with self._lock:
-            if self._socket is None:
-                msg = "the session is closed"
+            if not self._is_usable:
+                msg = f"the session with the store at {self._address} has ended"
                 raise Unavailable(msg)
             self._sequence = (self._sequence + 1) % (1 << 32)
-            self._socket.sendall(codec.encode(request, self._sequence, self.epoch))
-            head_bytes, descriptors = self._receive(codec.HEAD.size, max_descriptors)
-            head = codec.decode_head(head_bytes)
-            body, _ = self._receive(head.body_bytes, 0)
-            if head.sequence != self._sequence:
-                msg = f"reply {head.sequence} to request {self._sequence}"
-                raise ProtocolError(msg)
-            self.epoch = head.epoch
-        return codec.decode_reply(body), descriptors
+            frame = codec.encode(request, self._sequence, self.epoch)
+            self._is_usable = False  # unless all goes well: a late answer would be taken for the next one's
+            try:
+                reply = self._exchange(frame, has_pool=isinstance(request, m.Hello))
+            except TimeoutError as error:
+                msg = f"the store at {self._address} did not answer in {self._timeout_seconds:g} s"
+                raise DeadlineExceeded(msg) from error
+            except OSError as error:
+                msg = f"no store answers at {self._address}: {error}"
+                raise Unavailable(msg) from error
+            self._is_usable = True
+        return reply
 
-    def _receive(self, num_bytes: int, max_descriptors: int) -> tuple[bytearray, list[int]]:
-        connection = self._socket
-        if connection is None:
-            raise ConnectionResetError
-        data, got = bytearray(num_bytes), 0
-        descriptors: list[int] = []
-        if max_descriptors:
-            first, descriptors, _, _ = socket.recv_fds(connection, num_bytes, max_descriptors)
-            data[: len(first)] = first
-            got = len(first)
-            if not got:
-                raise ConnectionResetError
-        view = memoryview(data)
+    def wait_change(self, timeout_seconds: float) -> None:
+        time.sleep(min(timeout_seconds, _POLL_SECONDS))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a call that is waiting in another thread
+        with self._lock:
+            self._is_usable = False
+            self._socket.close()
+        self.pool.close()
+
+    def _open(self, client: str) -> AttachedPool:
+        self._socket.settimeout(self._timeout_seconds)
+        try:
+            self._socket.connect(unix_path(self._address))
+        except OSError as error:
+            msg = f"no store answers at {self._address}: {error}"
+            raise Unavailable(msg) from error
+        welcome = self.call(m.Hello(m.PROTOCOL_VERSION, client))
+        if not isinstance(welcome, m.Welcome) or not self._descriptors:
+            msg = f"the store at {self._address} did not welcome us: {welcome}"
+            raise ProtocolError(msg)
+        try:
+            return AttachedPool(self._descriptors.pop(), welcome.pool_bytes)
+        except (OSError, ConfigError) as error:
+            msg = f"the pool of the store at {self._address} cannot be mapped: {error}"
+            raise Unavailable(msg) from error
+
+    def _exchange(self, frame: bytes, *, has_pool: bool) -> m.AnyReply:
+        deadline = time.monotonic() + self._timeout_seconds
+        self._socket.settimeout(self._timeout_seconds)
+        self._socket.sendall(frame)
+        head = codec.decode_head(self._receive(codec.HEAD.size, deadline, has_pool=has_pool))
+        body = self._receive(head.body_bytes, deadline)
+        if head.sequence != self._sequence:
+            msg = f"reply {head.sequence} to request {self._sequence}"
+            raise ProtocolError(msg)
+        self.epoch = head.epoch
+        return codec.decode_reply(body)
+
+    def _receive(self, num_bytes: int, deadline: float, *, has_pool: bool = False) -> bytearray:
+        data = bytearray(num_bytes)
+        view, got = memoryview(data), 0
         while got < num_bytes:
-            count = connection.recv_into(view[got:])
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:  # also when something came each time
+                raise TimeoutError
+            self._socket.settimeout(left_seconds)
+            if has_pool:  # the descriptor comes with the first bytes
+                first, self._descriptors, _, _ = socket.recv_fds(self._socket, num_bytes, 1, socket.MSG_CMSG_CLOEXEC)
+                data[: len(first)], count, has_pool = first, len(first), False
+            else:
+                count = self._socket.recv_into(view[got:])
             if not count:
-                raise ConnectionResetError
+                msg = "it closed the connection"
+                raise ConnectionResetError(msg)
             got += count
-        return data, descriptors
+        return data
 
 
 class _Connection:
@@ -135,13 +168,18 @@ class SocketServer:
     def __init__(self, handler: Handler, pool: Pool, address: str, *, epoch: int) -> None:
         """Listen and start. The socket file is made with mode 0600 and removed by ``close``.
 
-        Raises ConfigError if something else answers, or lies, at the address.
+        Raises ConfigError if something else answers, or lies, at the address, or if the pool is private.
         """
+        try:
+            self._descriptor = pool.descriptor
+        except ValueError as error:
+            msg = f"{error}: a store that others are to reach needs a shared pool"
+            raise ConfigError(msg) from error
         self._handler = handler
-        self._pool = pool
         self._epoch = epoch
         self._path = unix_path(address)
-        self._listener = _listen(self._path)
+        self._listener, self._file = _listen(self._path)
+        self._is_closed = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._waker, wakes = socket.socketpair()
@@ -153,14 +191,17 @@ class SocketServer:
 
     def close(self) -> None:
         """Stop answering, end every session, remove the socket file. Idempotent."""
-        if not self._thread.is_alive():
+        if self._is_closed:
             return
+        self._is_closed = True
         self._waker.send(b"x")
         self._thread.join()
         self._selector.close()
         for end in (self._listener, self._waker, self._wakes):
             end.close()
-        Path(self._path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if _file_at(self._path) == self._file:  # not another's that has taken our place
+                Path(self._path).unlink()
 
     def _run(self) -> None:
         while True:
@@ -177,10 +218,12 @@ class SocketServer:
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
+            is_friend = _peer_uid(accepted) in (os.getuid(), 0)
         except OSError as error:  # out of descriptors, or the client has gone again
-            _log.warning("accept_failed", error=str(error))
+            _limited.warning("accept_failed", error=str(error))
+            time.sleep(_ACCEPT_PAUSE_SECONDS)  # it would come again at once
             return
-        if _peer_uid(accepted) not in (os.getuid(), 0):
+        if not is_friend:
             accepted.close()
             return
         accepted.setblocking(False)
@@ -200,9 +243,13 @@ class SocketServer:
             self._flush(connection)
         except BlockingIOError:
             return
-        except (OSError, ProtocolError) as error:
-            if isinstance(error, ProtocolError):
-                _log.warning("client_cut_off", session=connection.session_id, error=str(error))
+        except OSError:  # it has gone
+            self._drop(connection)
+        except ProtocolError as error:
+            _limited.warning("client_cut_off", session=connection.session_id, error=str(error))
+            self._drop(connection)
+        except Exception:  # thread top: one client's connection is not the others'
+            _log.exception("client_cut_off", session=connection.session_id)
             self._drop(connection)
 
     def _answer(self, connection: _Connection) -> None:
@@ -212,8 +259,7 @@ class SocketServer:
             end = codec.HEAD.size + head.body_bytes
             if len(inbox) < end:
                 break
-            request = codec.decode_request(memoryview(inbox)[codec.HEAD.size : end])
-            reply = self._handler.call(connection.session_id, request)
+            reply = self._reply_to(connection, bytes(memoryview(inbox)[codec.HEAD.size : end]))
             connection.sends_pool |= isinstance(reply, m.Welcome)
             connection.outbox += codec.encode(reply, head.sequence, self._epoch)
             del inbox[:end]
@@ -221,12 +267,19 @@ class SocketServer:
                 msg = "the client does not read its replies"
                 raise ProtocolError(msg)
 
+    def _reply_to(self, connection: _Connection, body: bytes) -> m.AnyReply:
+        try:
+            request = codec.decode_request(body)
+        except ProtocolError as error:  # its frame was whole: the next one can be read
+            return m.Failed("protocol", str(error))
+        return self._handler.call(connection.session_id, request)
+
     def _flush(self, connection: _Connection) -> None:
         outbox = connection.outbox
         try:
             while outbox:
                 if connection.sends_pool:
-                    sent = socket.send_fds(connection.socket, [bytes(outbox)], [self._pool.descriptor])
+                    sent = socket.send_fds(connection.socket, [bytes(outbox)], [self._descriptor])
                     connection.sends_pool = False
                 else:
                     sent = connection.socket.send(outbox)
@@ -244,22 +297,47 @@ class SocketServer:
         self._handler.close_session(connection.session_id)
 
 
-def _listen(path: str) -> socket.socket:
+def _listen(path: str) -> tuple[socket.socket, tuple[int, int]]:
+    # The listener, and which file it is at.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _remove_stale(path)
-        mask = os.umask(0o177)
+        folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            _take_turn(folder)
+            _remove_stale(path)
             listener.bind(path)
+            Path(path).chmod(0o600)  # before the first client can connect
+            listener.listen(_BACKLOG)
         finally:
-            os.umask(mask)
-        listener.listen(128)
+            os.close(folder)
         listener.setblocking(False)
+        return listener, _file_at(path)
     except OSError as error:
         listener.close()
         msg = f"cannot listen at {path}: {error}"
         raise ConfigError(msg) from error
-    return listener
+    except BaseException:
+        listener.close()
+        raise
+
+
+def _take_turn(folder: int) -> None:
+    # Of several that start at a time, one finds the place free. Ends with the descriptor.
+    deadline = time.monotonic() + _TURN_SECONDS
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_ACCEPT_PAUSE_SECONDS)
+        else:
+            return
+
+
+def _file_at(path: str) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
 
 
 def _remove_stale(path: str) -> None:
@@ -272,7 +350,8 @@ def _remove_stale(path: str) -> None:
         msg = f"{path} exists and is not a socket"
         raise ConfigError(msg)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        if probe.connect_ex(path) == 0:
+        probe.setblocking(False)  # a live server's queue may be full
+        if probe.connect_ex(path) != errno.ECONNREFUSED:
             msg = f"another store answers at {path}"
             raise ConfigError(msg)
     Path(path).unlink()

@@ -6,29 +6,32 @@ It only delegates: to ``SchedulerSide`` or ``WorkerSide``. What those raise ends
 from __future__ import annotations
 
 import functools
+import hashlib
+import re
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+from msgspec.structs import replace
+
+from qkvault import config as configuration
+from qkvault import embedded
+from qkvault.client import StoreClient
+from qkvault.errors import ConfigError, InvariantError
+from qkvault.integrations.vllm import layouts
+from qkvault.integrations.vllm.compat import (
+    CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-from qkvault import config as configuration
-from qkvault import embedded
-from qkvault.client import StoreClient
-from qkvault.errors import InvariantError
-from qkvault.integrations.vllm import layouts
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
-from qkvault.integrations.vllm.scheduler import SchedulerSide
-from qkvault.integrations.vllm.worker import WorkerSide, layer_tensors
+from qkvault.integrations.vllm.scheduler import Engine, SchedulerSide
+from qkvault.integrations.vllm.worker import WorkerSide
 from qkvault.logs import RateLimited, get_logger
 from qkvault.stats import StatsMonitor
+from qkvault.tokens import load_scheme
 from qkvault.types import Medium
 from qkvault.wire.sockets import SocketTransport
 
@@ -45,7 +48,10 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_SOURCES = {Medium.RAM: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
+_SOURCES: Final = {Medium.RAM: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
+# What a request ends with that has computed all it was to compute.
+_COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+_INSTANCE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = get_logger("vllm")
 _limited = RateLimited(_log)
 
@@ -79,33 +85,45 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         loaded = configuration.load(vllm=transfer_config.kv_connector_extra_config)
-        engine_id = str(transfer_config.engine_id)
         self._config = loaded.config
+        if self._config.address is not None:
+            msg = "qkvault.address: the connector keeps its cache in vLLM's process and does not use a server yet"
+            raise ConfigError(msg)
+        load_scheme(self._config.hash_algorithm, shared=self._config.disk_path is not None)
         self._spec = layouts.require_supported(vllm_config, kv_cache_config)
-        layout = layouts.chunk_layout(vllm_config, kv_cache_config, self._spec, self._config)
-        self._space = layouts.key_space(vllm_config, layout, self._config)
-        self._instance_id = f"vllm-{engine_id}"[:64]
-        self._stats = StatsMonitor()
+        self._layout = layouts.chunk_layout(vllm_config, kv_cache_config, self._spec, self._config)
+        self._space = layouts.key_space(vllm_config, self._spec, self._layout, self._config)
+        is_named = loaded.sources["instance_id"] != configuration.DEFAULT
+        self._instance_id = self._config.instance_id if is_named else _instance_id(str(transfer_config.engine_id))
+        self.stats = StatsMonitor()
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         self._store: embedded.EmbeddedStore | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._start_scheduler(layout.block_size)
+            self._start_scheduler()
 
-    def _start_scheduler(self, block_size: int) -> None:
+    def _start_scheduler(self) -> None:
         transfer_config = self._vllm_config.kv_transfer_config
         if transfer_config.kv_load_failure_policy != "recompute":
             # A best-effort cache must not end requests; vLLM reads this after it has constructed us.
             transfer_config.kv_load_failure_policy = "recompute"
             _log.info("load_failure_policy", policy="recompute")
-        self._store = embedded.acquire(self._settings(), shared=True)
-        self._store.serve(embedded.socket_address(self._instance_id))
-        client = self._store.connect("vllm-scheduler")
-        self._client = client
-        self._scheduler = SchedulerSide(client, self._space, block_size, self._config, time.monotonic)
-
-    def _settings(self) -> configuration.Config:
-        return msgspec.structs.replace(self._config, instance_id=self._instance_id)
+        store = embedded.acquire(replace(self._config, instance_id=self._instance_id), shared=True)
+        try:
+            if store.num_users == 1:
+                store.serve(embedded.socket_address(self._instance_id))
+            client = store.connect("vllm-scheduler")
+        except BaseException:
+            embedded.release(store)
+            raise
+        self._store = store
+        engine = Engine(
+            self._layout.block_size,
+            can_load=transfer_config.is_kv_consumer,
+            can_save=transfer_config.is_kv_producer,
+            shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
+        )
+        self._scheduler = SchedulerSide(client, self._space, engine, self._config, self.stats, clock=time.monotonic)
 
     def _connect_worker(self) -> StoreClient:
         store = embedded.find(self._instance_id)
@@ -117,22 +135,18 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where the pages are. Raises LayoutMismatch if they are not laid out as vLLM's configuration says."""
-        names = self._kv_cache_config.kv_cache_groups[0].layer_names
-        layer = self._vllm_config.compilation_config.static_forward_context[names[0]]
-        isa = getattr(layer, "isa", None)  # set by vLLM's CPU attention only
-        layout = layouts.chunk_layout(self._vllm_config, self._kv_cache_config, self._spec, self._config, isa)
-        tensors = layer_tensors(names, kv_caches)
-        self._worker = WorkerSide(tensors, layout, self._space, self._connect_worker, self._stats)
+        paged = layouts.paged_connector(self._vllm_config, self._kv_cache_config, self._layout, kv_caches)
+        self._worker = WorkerSide(paged, self._space, self._connect_worker, self.stats, time.monotonic)
 
     @_guarded(_nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # seam: vLLM's signature
-        """Load what this step needs. On failure the blocks are reported, in this same step."""
+        """Begin the loads of this step. vLLM runs the requests they are for when ``get_finished`` names them."""
         del forward_context, kwargs
-        if self._worker is not None:
-            self._worker.load(self._plan())
+        if self._worker is not None and isinstance(self._connector_metadata, StepPlan):
+            self._worker.load(self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: all layers were loaded by ``start_load_kv``."""
+        """Nothing: no request runs before all its layers are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
@@ -142,28 +156,25 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(_nothing)
     def wait_for_save(self) -> None:
         """Store what this step computed."""
-        if self._worker is not None:
-            self._worker.save(self._plan())
+        if self._worker is not None and isinstance(self._connector_metadata, StepPlan):
+            self._worker.save(self._connector_metadata)
 
     @_guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Finished requests whose blocks we kept, and keep no longer. Loads are never asynchronous to vLLM."""
+        """Finished requests whose blocks were kept, and are no longer; requests whose load is over."""
         del finished_req_ids
-        return (self._worker.take_finals_done() or None, None) if self._worker is not None else (None, None)
+        sent, received = self._worker.take_finished() if self._worker is not None else (set(), set())
+        return sent or None, received or None
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be loaded in this step."""
+        """Blocks that could not be loaded, of the requests that ``get_finished`` named last."""
         return self._worker.take_failed_blocks() if self._worker is not None else set()
 
     @_guarded(_nothing)
     def build_connector_worker_meta(self) -> StepReport | None:
         """What the scheduler's side is to hear of this step."""
         return self._worker.take_report() if self._worker is not None else None
-
-    def _plan(self) -> StepPlan:
-        plan = self._get_connector_metadata()
-        return plan if isinstance(plan, StepPlan) else StepPlan()
 
     # ---- the scheduler's side ----
 
@@ -174,8 +185,9 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond those computed are cached; None while some are on their way from a lower tier."""
-        return self._side().matched(request, num_computed_tokens), False
+        """How many tokens beyond those computed are cached, to be loaded between steps; None: not all are here yet."""
+        num_external = self._side().matched(request, num_computed_tokens)
+        return num_external, bool(num_external)
 
     @_guarded(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -197,34 +209,43 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what the workers did."""
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, StepReport):
-            self._side().heard(report)
+        meta = connector_output.kv_connector_worker_meta
+        report = meta if isinstance(meta, StepReport) else None
+        self._side().heard(report, connector_output.finished_sending or (), connector_output.finished_recving or ())
 
     @_guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         """Store what a finished request has computed last; True keeps its blocks until that is done."""
-        is_complete = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-        return self._side().finished(request, block_ids, is_complete=is_complete), None
+        return self._side().finished(request, block_ids, is_complete=request.status.name in _COMPLETE), None
 
+    @_guarded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
         """As ``request_finished``: there is one group."""
-        return self.request_finished(request, block_ids[0])
+        result: tuple[bool, dict[str, object] | None] = self.request_finished(
+            request, block_ids[0] if block_ids else []
+        )
+        return result
+
+    @_guarded(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks that we keep will be free in a step or two: no reason to preempt."""
+        return self._side().is_sending
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool | None:
         """Forget everything, in every tier."""
         if self._scheduler is None:
             return None
-        self._client.clear()
+        self._scheduler.reset()
         return True
 
     def take_events(self) -> Iterable[object]:
         """None yet."""
         return ()
 
+    @_guarded(_nothing)
     def shutdown(self) -> None:
         """End the session; the scheduler's side ends the store too."""
         if self._worker is not None:
@@ -238,3 +259,8 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             msg = "a method of the scheduler's side was called on a worker's"
             raise InvariantError(msg)
         return self._scheduler
+
+
+def _instance_id(engine_id: str) -> str:
+    name = f"vllm-{engine_id}"
+    return name if _INSTANCE_ID.fullmatch(name) else f"vllm-{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -11,24 +12,28 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf")
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 _NUM_SAMPLES: Final = 32  # of each file, spread evenly: an edit that misses them all needs a new model_revision
 _SAMPLE_BYTES: Final = 1 << 16
+# Of a model's configuration: where it lies, and which release wrote it. Neither changes a byte of KV.
+_NO_MATTER: Final = ("_name_or_path", "transformers_version")
 
 
 def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
     """32 hex digits over the model's configuration, its weights (sampled) and the operator's ``model_revision``."""
     model = vllm_config.model_config
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_MATTER}
     parts = [
-        model.hf_config.to_json_string(use_diff=False),
+        json.dumps(config, sort_keys=True, default=str),
         str(model.dtype),
         str(model.quantization),
-        str(model.revision),
+        # Of a model with a hub's name, whose files are not looked at, the commit that was found is all there is.
+        f"{model.revision} {getattr(model.hf_config, '_commit_hash', None)}",
         model_revision,
         str(vllm_config.load_config.load_format),
         files_digest(model.model),
     ]
-    if _depends_on_length(model.hf_config.to_dict()):
+    if _depends_on_length(config):
         parts.append(str(model.max_model_len))
     digest = hashlib.sha256()
     for part in parts:
@@ -37,27 +42,37 @@ def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
     return digest.hexdigest()[:32]
 
 
-@lru_cache(maxsize=256)
 def adapter_fingerprint(path: str) -> str:
-    """16 hex digits over an adapter's files, read once a process."""
+    """16 hex digits over an adapter's files, which are read again when one of them has changed. Raises OSError."""
+    times = tuple((file.name, file.stat().st_mtime_ns) for file in _files(path))
+    return _adapter_digest(path, times)
+
+
+@lru_cache(maxsize=256)
+def _adapter_digest(path: str, times: tuple[tuple[str, int], ...]) -> str:
+    del times
     return files_digest(path)[:16]
 
 
 def files_digest(path: str) -> str:
     """Hex digest over samples of every file of weights at ``path``; of the name alone if nothing is there.
 
-    A model named by its hub id is told apart by revision, which the caller adds.
+    A model named by its hub id is told apart by revision, which the caller adds. Raises OSError.
     """
     digest = hashlib.sha256()
-    root = Path(path)
-    files = sorted(root.iterdir()) if root.is_dir() else [root] if root.is_file() else []
+    files = _files(path)
     if not files:
         digest.update(path.encode())
     for file in files:
-        if file.suffix in _WEIGHTS or file.suffix == ".json":
-            digest.update(file.name.encode() + b"\0")
-            _update_with_samples(digest, file)
+        digest.update(file.name.encode() + b"\0")
+        _update_with_samples(digest, file)
     return digest.hexdigest()
+
+
+def _files(path: str) -> list[Path]:
+    root = Path(path)
+    files = sorted(root.iterdir()) if root.is_dir() else [root] if root.is_file() else []
+    return [file for file in files if file.suffix in _WEIGHTS]
 
 
 def _update_with_samples(digest: hashlib._Hash, file: Path) -> None:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from qkvault.integrations.vllm.fingerprint import adapter_fingerprint
 from qkvault.keys import TAG_PREFIXES, MediaSpan, RequestIdentity
+from qkvault.units import parse_bool
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _PREFIX: Final = "qkvault."
 _SKIP: Final = "qkvault.skip"
+_NOBODY: Final = RequestIdentity()
 
 
 def identity_of(request: Request) -> tuple[RequestIdentity, str | None]:
@@ -20,30 +22,31 @@ def identity_of(request: Request) -> tuple[RequestIdentity, str | None]:
 
     A request that carries something which changes its KV and which we cannot name is refused, never guessed at.
     """
-    empty = RequestIdentity()
     if request.prompt_embeds is not None:
-        return empty, "its prompt has embeddings instead of tokens"
+        return _NOBODY, "its prompt has embeddings instead of tokens"
     if request.pooling_params is not None:
-        return empty, "it is a pooling request"
+        return _NOBODY, "it is a pooling request"
     if request.resumable:
-        return empty, "its prompt is streamed"
+        return _NOBODY, "its prompt is streamed"
     params = request.kv_transfer_params or {}
-    if params.get(_SKIP):
-        return empty, "it asks not to be cached"
-    if (unknown := _unknown_parameter(params)) is not None:
-        return empty, f"unknown parameter {unknown!r}"
-    media = []
-    for feature in request.mm_features:
-        digest = feature.identifier
-        if not digest:
-            return empty, f"its {feature.modality} has no digest"
-        span = feature.mm_position
-        media.append(MediaSpan(digest=digest, start=span.offset, length=span.length, kind=feature.modality))
-    identity = RequestIdentity(
-        cache_salt=request.cache_salt or "",
-        adapter=_adapter_of(request),
-        media=tuple(media),
-    ).with_request_configs(params)
+    if (reason := _refusal(params)) is not None:
+        return _NOBODY, reason
+    try:
+        identity = RequestIdentity(
+            cache_salt=request.cache_salt or "",
+            adapter=_adapter_of(request),
+            media=tuple(
+                MediaSpan(
+                    digest=feature.identifier or b"",
+                    start=feature.mm_position.offset,
+                    length=feature.mm_position.length,
+                    kind=feature.modality,
+                )
+                for feature in request.mm_features
+            ),
+        ).with_request_configs(params)
+    except (OSError, ValueError) as error:  # an adapter that cannot be read, a span of no tokens, a tag of two values
+        return _NOBODY, str(error)
     return identity, identity.uncacheable_reason
 
 
@@ -54,8 +57,13 @@ def _adapter_of(request: Request) -> str:
     return f"{adapter.lora_name}:{adapter_fingerprint(adapter.lora_path)}"
 
 
-def _unknown_parameter(params: Mapping[str, object]) -> str | None:
+def _refusal(params: Mapping[str, object]) -> str | None:
+    try:
+        if parse_bool(params.get(_SKIP, False)):
+            return "it asks not to be cached"
+    except ValueError as error:
+        return f"{_SKIP}: {error}"
     for name in params:
         if name.startswith(_PREFIX) and name != _SKIP and not name.startswith(TAG_PREFIXES):
-            return name
+            return f"unknown parameter {name!r}"
     return None

@@ -5,49 +5,62 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
+from qkvault.integrations.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 from qkvault.transfer import LoadItem, SaveItem
 
 
 class LoadOp(NamedTuple):
-    """Copy leased chunks into blocks of a request, before this step's forward."""
+    """Copy leased chunks into blocks of a request that waits for them.
+
+    ``block_ids`` are all blocks that vLLM expects to be filled; ``items`` fill them in order. What they leave has failed.
+    """
 
     request_id: str
-    lease_id: int
+    lease_id: int  # 0: there is nothing to load any more
+    start_token: int  # where in the request the first block begins
+    block_ids: tuple[int, ...]
     items: tuple[LoadItem, ...]
 
 
 class SaveOp(NamedTuple):
-    """Store chunks of a request after this step's forward. ``start_token`` is where the first one begins."""
+    """Store chunks of a request. ``start_token`` is where the first one begins."""
 
     request_id: str
     start_token: int
     items: tuple[SaveItem, ...]
-    is_final: bool  # the request has finished: its blocks are kept until this is done
 
 
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
-    """All work of one step."""
+    """All work of one step. ``number`` rises from step to step."""
 
+    number: int = 0
     loads: list[LoadOp] = field(default_factory=list)
-    saves: list[SaveOp] = field(default_factory=list)
+    saves: list[SaveOp] = field(default_factory=list)  # of what this step's forward computes
+    finals: list[SaveOp] = field(default_factory=list)  # of finished requests, whose blocks are kept for it
+    is_idle: bool = False  # the step has no forward
 
 
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):
-    """What the workers did in one step."""
+    """What the workers did since the last report."""
 
     ended_leases: set[int] = field(default_factory=set)  # of loads that are over, well or not
-    failed_requests: set[str] = field(default_factory=set)  # some block of theirs could not be loaded
-    skipped_saves: dict[str, int] = field(default_factory=dict)  # request -> start_token of a save that was not done
+    failed_loads: dict[str, int] = field(default_factory=dict)  # request -> first token that could not be loaded
+    unsaved: dict[str, int] = field(default_factory=dict)  # request -> first token that could not be stored
+    saved_step: int = 0  # number of the last step whose saves are done
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """The report of several workers: a lease ends, or a request fails, if it does on any."""
+        """The report of several workers: what failed on one of them has failed."""
         if not isinstance(other, StepReport):
             return self
-        starts = dict(self.skipped_saves)
-        for request_id, start in other.skipped_saves.items():
-            starts[request_id] = min(start, starts.get(request_id, start))
-        return StepReport(self.ended_leases | other.ended_leases, self.failed_requests | other.failed_requests, starts)
+        return StepReport(
+            self.ended_leases | other.ended_leases,
+            _earliest(self.failed_loads, other.failed_loads),
+            _earliest(self.unsaved, other.unsaved),
+            min(self.saved_step, other.saved_step),
+        )
+
+
+def _earliest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {name: min(tokens.get(name, token) for tokens in (one, other)) for name, token in (one | other).items()}

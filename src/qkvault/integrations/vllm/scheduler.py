@@ -1,15 +1,16 @@
 """The scheduler's half of the connector: what is cached of a request, what to load, what has become worth storing.
 
-Runs on the scheduler's thread. Copies no bytes. Every hook of vLLM may come repeated, for unknown requests, or not at
-all; queries change nothing that a later query depends on.
+Runs on the scheduler's thread and copies no bytes. Every hook of vLLM may come repeated, for unknown requests, or not
+at all; queries change nothing that a later query depends on. Loads are asynchronous to vLLM: it runs a request when its
+blocks are filled, so that nothing is computed on blocks whose load failed, and those who share them wait for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from qkvault.client import StoreClient
 from qkvault.config import Config
@@ -18,14 +19,24 @@ from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
 from qkvault.keys import KeySpace
 from qkvault.logs import RateLimited, get_logger
 from qkvault.prefix import Prefix, load_items
+from qkvault.stats import StatsMonitor
 from qkvault.types import ChunkRef, Medium
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_IDLE_NAP_SECONDS: Final = 0.002  # slept in a query while a load is on its way and the engine has nothing to run
+_IDLE_NAP_SECONDS: Final = 0.002  # slept in a query while chunks are on their way and the engine has nothing to run
 _log = RateLimited(get_logger("vllm.scheduler"))
+
+
+class Engine(NamedTuple):
+    """What we have to know of the engine."""
+
+    block_size: int  # tokens; hits and stores end at multiples of it
+    can_load: bool = True
+    can_save: bool = True
+    shares_blocks: bool = True  # its own prefix cache is on: what one request has loaded, others have too
 
 
 @dataclass(slots=True)
@@ -35,12 +46,17 @@ class _Tracked:
     request: Request
     prefix: Prefix
     lease_id: int = 0
+    first_chunk: int = 0  # number of the first chunk in ready; vLLM has what is before it
     ready: Sequence[ChunkRef] = ()
-    deadline: float | None = None  # when we stop waiting for chunks on their way
     num_local: int = 0  # what vLLM has itself, as of the last query
+    num_found: int = 0  # what the store has from the first token on, as of the last query
+    is_asking: bool = False  # queried since vLLM gave it blocks
+    deadline: float | None = None  # when we stop waiting for chunks on their way
     stored_tokens: int = 0  # [0, stored) is in the store as whole chunks, or was tried
     saved_end: int = 0  # the same with the tail
-    is_bypassed: bool = False  # a load failed: the same hit is not promised again
+    rests_until: int = 0  # the last store had no success: none is tried before this token is computed
+    can_load: bool = True  # False: a load has failed, so nothing is promised again
+    can_save: bool = True  # False: its blocks may be older than a reset
     loaded_from: Counter[Medium] = field(default_factory=Counter)
 
 
@@ -48,54 +64,69 @@ class SchedulerSide:
     """State of all requests of one engine."""
 
     def __init__(
-        self, client: StoreClient, space: KeySpace, block_size: int, config: Config, clock: Callable[[], float]
+        self,
+        client: StoreClient,
+        space: KeySpace,
+        engine: Engine,
+        config: Config,
+        stats: StatsMonitor,
+        *,
+        clock: Callable[[], float],
     ) -> None:
-        """``block_size`` is the engine's, in tokens; hits and stores end at multiples of it."""
+        """``clock`` gives seconds that only rise."""
         self._client = client
         self._space = space
-        self._block_size = block_size
+        self._engine = engine
         self._config = config
+        self._stats = stats
         self._clock = clock
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, _Tracked | None] = {}  # None: not to be cached
         self._loads: list[LoadOp] = []
         self._finals: list[SaveOp] = []
-        self._is_idle = False  # the last step ran no token
+        self._arriving: dict[bytes, str] = {}  # chunks that are being loaded -> the request they are loaded for
+        self._sending: set[str] = set()  # finished requests whose blocks are kept
+        self._num_steps = self._step_saved = self._step_heard = 0  # the last one; that saves; whose saves are done
+        self._clear_after = 0  # what was stored up to that step is to go: a reset came while it was under way
+        self._may_nap = False  # the last step ran no token
 
-    def matched(self, request: Request, num_computed: int) -> int | None:
-        """How many tokens beyond ``num_computed`` can be loaded now; None: some are on their way, ask again."""
+    def matched(self, request: Request, num_local: int) -> int | None:
+        """How many tokens beyond ``num_local`` can be loaded now; None: some are on their way, ask again."""
         tracked = self._track(request)
-        if tracked is None or tracked.is_bypassed:
+        if tracked is None or not tracked.can_load or request.skip_reading_prefix_cache:
             return 0
-        tracked.num_local = num_computed
-        num_pending = self._locate(tracked)
-        if num_pending and self._may_wait(tracked):
+        tracked.num_local, tracked.is_asking = num_local, True
+        if self._locate(tracked) and self._may_wait(tracked, naps=True):
             return None
-        found = sum(ref.num_tokens for ref in tracked.ready)
+        found = tracked.first_chunk * self._space.chunk_size + sum(ref.num_tokens for ref in tracked.ready)
+        tracked.num_found = 0 if tracked.first_chunk else found
         limit = request.num_tokens - 1  # one token must be left to compute
-        num_external = self._whole_blocks(min(found, limit)) - num_computed
-        if num_external <= 0 or num_external < self._config.min_hit_tokens:
+        num_external = self._whole_blocks(min(found, limit)) - num_local
+        if num_external < max(1, self._config.min_hit_tokens):
             self._release(tracked)
             return 0
+        if any(ref.key in self._arriving for ref in tracked.ready) and self._may_wait(tracked, naps=False):
+            return None
         return num_external
 
     def allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
-        """VLLM gave the request blocks; ``num_external`` tokens of them are to be loaded in the coming step."""
+        """VLLM gave the request blocks; ``num_external`` tokens of them are to be loaded in the coming step.
+
+        Whatever happened since the promise, a load is planned, since vLLM waits for it: one that cannot be had fails.
+        """
         tracked = self._tracked.get(request_id)
+        if num_external > 0 and all(op.request_id != request_id for op in self._loads):  # else it is told twice
+            self._loads.append(self._load_of(tracked, request_id, block_ids, num_external))
         if tracked is None:
             return
-        if num_external <= 0 or not tracked.lease_id:
-            self._release(tracked)
-            return
-        start, stop = tracked.num_local, tracked.num_local + num_external
-        items = load_items(
-            tracked.ready, start, stop, block_ids, chunk_size=self._space.chunk_size, block_size=self._block_size
-        )
-        tracked.loaded_from.clear()
-        for item in items:
-            tracked.loaded_from[item.ref.medium] += len(item.block_ids) * self._block_size
-        self._loads.append(LoadOp(request_id, tracked.lease_id, tuple(items)))
-        tracked.stored_tokens = tracked.saved_end = stop // self._space.chunk_size * self._space.chunk_size
-        tracked.lease_id, tracked.ready = 0, ()  # the lease ends with the load
+        self._release(tracked)
+        tracked.deadline = None
+        tracked.stored_tokens = self._whole_chunks(tracked.num_found)
+        tracked.saved_end = self._whole_blocks(tracked.num_found)
+        if tracked.is_asking:
+            tracked.is_asking = False
+            found = {medium.value: n for medium, n in tracked.loaded_from.items()} if num_external > 0 else {}
+            lookup = self._stats.on_lookup_request(tracked.request.num_tokens - tracked.num_local)
+            self._stats.on_lookup_finished(lookup, found)
 
     def loaded_from(self, request_id: str) -> Counter[Medium]:
         """Where the tokens of the request's last load came from."""
@@ -104,16 +135,16 @@ class SchedulerSide:
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The work of the step that ``output`` describes. Resets per-step state."""
-        self._is_idle = output.total_num_scheduled_tokens == 0
-        plan = StepPlan(self._loads, self._finals)
+        self._num_steps += 1
+        self._may_nap = output.total_num_scheduled_tokens == 0
+        plan = StepPlan(self._num_steps, self._loads, [], self._finals, is_idle=self._may_nap)
         self._loads, self._finals = [], []
-        for request_id, num_before in _computed_before(output):
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                num_after = num_before + output.num_scheduled_tokens.get(request_id, 0)
-                save = self._save_of_step(tracked, request_id, num_before, num_after, output)
-                if save is not None:
-                    plan.saves.append(save)
+        try:
+            plan.saves.extend(self._saves_of(output))
+        except Exception as error:  # thread top: vLLM waits for the plan's loads and finals
+            _log.warning("saves_not_planned", error=f"{type(error).__name__}: {error}")
+        if plan.saves or plan.finals:
+            self._step_saved = self._num_steps
         return plan
 
     def finished(self, request: Request, block_ids: Sequence[int], *, is_complete: bool) -> bool:
@@ -121,98 +152,189 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
+        self._forget_arrivals({request.request_id})
         self._release(tracked)
-        if not (is_complete and self._config.save_decode):
+        if not is_complete:
             return False
         end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last sampled token has no KV
-        save = self._save(tracked, end, with_tail=self._config.save_partial_chunks, block_ids=block_ids)
-        if save is None:
+        final = self._save(tracked, end, block_ids, with_tail=self._config.save_partial_chunks)
+        if final is None:
             return False
-        self._finals.append(save._replace(is_final=True))
+        self._finals.append(final)
+        self._sending.add(request.request_id)
         return True
 
-    def heard(self, report: StepReport) -> None:
-        """The workers' report of an earlier step."""
-        self._client.release(*report.ended_leases)
-        for request_id in report.failed_requests:
-            tracked = self._tracked.get(request_id)
+    @property
+    def is_sending(self) -> bool:
+        """Whether blocks of finished requests will be free in a step or two."""
+        return bool(self._sending)
+
+    def heard(self, report: StepReport | None, sent: Collection[str], received: Collection[str]) -> None:
+        """The workers' report of an earlier step; finished requests that are stored; requests whose load is over."""
+        self._sending.difference_update(sent)
+        self._forget_arrivals(received)
+        if report is None:
+            return
+        for request_id, token in report.failed_loads.items():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.can_load = False
+                self._rewind(tracked, token)
+        for request_id, token in report.unsaved.items():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                self._rewind(tracked, token)
+                tracked.rests_until = tracked.request.num_tokens + self._space.chunk_size
+        self._end_leases(report.ended_leases)
+        self._step_heard = max(self._step_heard, report.saved_step)
+        if 0 < self._clear_after <= self._step_heard:
+            self._client.clear()
+            self._clear_after = 0
+
+    def reset(self) -> None:
+        """Forget everything, in every tier; nor is anything stored that was computed before. Raises Unavailable."""
+        for tracked in self._tracked.values():
             if tracked is not None:
-                tracked.is_bypassed = True
-        for request_id, start in report.skipped_saves.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.stored_tokens = min(tracked.stored_tokens, start)
-                tracked.saved_end = min(tracked.saved_end, start)
+                self._release(tracked)
+                tracked.can_save = False
+        self._finals = [op._replace(items=()) for op in self._finals]
+        self._clear_after = self._step_saved if self._step_saved > self._step_heard else 0
+        self._client.clear()
 
     def _track(self, request: Request) -> _Tracked | None:
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None:
+        if request.request_id not in self._tracked:
             identity, reason = identity_of(request)
             if reason is not None:
                 _log.warning("request_not_cached", request=request.request_id, reason=reason)
-                return None
-            tracked = self._tracked[request.request_id] = _Tracked(request, Prefix(self._space, identity))
-        tracked.prefix.update_to(request.all_token_ids)
-        return tracked
+            is_shared = self._config.disk_path is not None
+            self._tracked[request.request_id] = (
+                None if reason else _Tracked(request, Prefix(self._space, identity, shared=is_shared))
+            )
+        tracked = self._tracked[request.request_id]
+        if tracked is not None:
+            tracked.prefix.update_to(request.all_token_ids)
+        return tracked if self._engine.can_load else None
 
     def _locate(self, tracked: _Tracked) -> int:
         # Fills tracked.ready; returns how many more chunks are on their way.
-        located = self._client.poll(tracked.lease_id) if tracked.lease_id else None
+        located = None
+        first_chunk = tracked.num_local // self._space.chunk_size
+        if tracked.lease_id and tracked.first_chunk <= first_chunk:
+            located = self._client.poll(tracked.lease_id)
         if located is None or not located.lease_id:
-            located = tracked.prefix.find(self._client)
-        tracked.lease_id = located.lease_id
-        tracked.ready = located.ready
+            self._release(tracked)
+            tracked.first_chunk = first_chunk
+            with self._stats.stage("lookup", num_tokens=tracked.prefix.num_tokens):
+                located = tracked.prefix.find(self._client, start_chunk=first_chunk)
+        tracked.lease_id, tracked.ready = located.lease_id, located.ready
         return located.num_pending
 
-    def _may_wait(self, tracked: _Tracked) -> bool:
+    def _may_wait(self, tracked: _Tracked, *, naps: bool) -> bool:
         now = self._clock()
         if tracked.deadline is None:
             tracked.deadline = now + self._config.load_deadline_seconds
         if now >= tracked.deadline:
             return False
-        if self._is_idle:
+        if naps and self._may_nap:
+            self._may_nap = False  # once a step
             self._client.wait_change(_IDLE_NAP_SECONDS)
         return True
 
-    def _release(self, tracked: _Tracked) -> None:
-        if tracked.lease_id:
-            self._client.release(tracked.lease_id)
-        tracked.lease_id, tracked.ready = 0, ()
+    def _load_of(
+        self, tracked: _Tracked | None, request_id: str, block_ids: Sequence[int], num_external: int
+    ) -> LoadOp:
+        block_size = self._engine.block_size
+        num_before = len(block_ids) - num_external // block_size
+        op = LoadOp(request_id, 0, num_before * block_size, tuple(block_ids[num_before:]), ())
+        if tracked is None or not tracked.lease_id or op.start_token != tracked.num_local:
+            return op
+        skipped = tracked.first_chunk * self._space.chunk_size
+        start, of_ready = op.start_token - skipped, block_ids[skipped // block_size :]
+        items = load_items(
+            tracked.ready,
+            start,
+            start + num_external,
+            of_ready,
+            chunk_size=self._space.chunk_size,
+            block_size=block_size,
+        )
+        tracked.loaded_from.clear()
+        for item in items:
+            tracked.loaded_from[item.ref.medium] += len(item.block_ids) * block_size
+            if self._engine.shares_blocks:
+                self._arriving[item.ref.key] = request_id
+        op = op._replace(lease_id=tracked.lease_id, items=tuple(items))
+        tracked.lease_id, tracked.ready = 0, ()  # the lease ends with the load
+        return op
+
+    def _saves_of(self, output: SchedulerOutput) -> Iterator[SaveOp]:
+        for request_id, num_before in _computed_before(output):
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                num_after = num_before + output.num_scheduled_tokens.get(request_id, 0)
+                save = self._save_of_step(tracked, request_id, num_after, output)
+                if save is not None:
+                    yield save
 
     def _save_of_step(
-        self, tracked: _Tracked, request_id: str, num_before: int, num_after: int, output: SchedulerOutput
+        self, tracked: _Tracked, request_id: str, num_after: int, output: SchedulerOutput
     ) -> SaveOp | None:
         request = tracked.request
-        num_prompt = request.num_prompt_tokens
+        if num_after < tracked.rests_until:
+            return None
         # Positions [0, end) are computed when this step is over, and their tokens are known now: drafts that may be
         # rejected and tokens that are still to be sampled are not among request.num_tokens.
         end = min(num_after, request.num_tokens)
-        if not self._config.save_decode:
-            end = min(end, num_prompt)
-        ends_prompt = num_before < num_prompt <= num_after
-        ends_request = request.num_output_tokens + 1 >= request.max_tokens and num_after >= request.num_tokens
-        with_tail = self._config.save_partial_chunks and (ends_prompt or ends_request)
+        num_prompt = request.num_prompt_tokens
+        is_prompt_due = num_after >= num_prompt and tracked.saved_end < self._whole_blocks(num_prompt)
+        is_last_step = request.num_output_tokens + 1 >= request.max_tokens and num_after >= request.num_tokens
+        with_tail = self._config.save_partial_chunks and (is_prompt_due or is_last_step)
         if end < tracked.stored_tokens + self._space.chunk_size and not with_tail:
             return None
         block_ids = _block_ids(output, request_id)
-        if block_ids is None:
-            return None
-        return self._save(tracked, end, with_tail=with_tail, block_ids=block_ids)
+        return self._save(tracked, end, block_ids, with_tail=with_tail) if block_ids is not None else None
 
-    def _save(self, tracked: _Tracked, end: int, *, with_tail: bool, block_ids: Sequence[int]) -> SaveOp | None:
+    def _save(self, tracked: _Tracked, end: int, block_ids: Sequence[int], *, with_tail: bool) -> SaveOp | None:
         # The chunks of [stored, end) that are whole, then the tail in whole blocks, unless it is stored already.
+        if not (tracked.can_save and self._engine.can_save):
+            return None
+        if not self._config.save_decode:
+            end = min(end, tracked.request.num_prompt_tokens)
+        end = min(end, len(block_ids) * self._engine.block_size)
         tracked.prefix.update_to(tracked.request.all_token_ids)
-        start, chunk_size = tracked.stored_tokens, self._space.chunk_size
-        tracked.stored_tokens = max(start, end // chunk_size * chunk_size)
+        start = tracked.stored_tokens
+        tracked.stored_tokens = max(start, self._whole_chunks(end))
         stop = self._whole_blocks(end) if with_tail else tracked.stored_tokens
         if stop <= tracked.saved_end:
             return None
         tracked.saved_end = stop
-        items = tracked.prefix.save_items(start, stop, block_ids, self._block_size)
-        return SaveOp(tracked.request.request_id, start, tuple(items), is_final=False)
+        items = tracked.prefix.save_items(start, stop, block_ids, self._engine.block_size)
+        return SaveOp(tracked.request.request_id, start, tuple(items))
+
+    def _rewind(self, tracked: _Tracked, token: int) -> None:
+        start = self._whole_chunks(token)
+        tracked.num_found = min(tracked.num_found, start)
+        tracked.stored_tokens = min(tracked.stored_tokens, start)
+        tracked.saved_end = min(tracked.saved_end, start)
+
+    def _release(self, tracked: _Tracked) -> None:
+        if tracked.lease_id:
+            self._end_leases({tracked.lease_id})
+        tracked.lease_id, tracked.ready = 0, ()
+
+    def _end_leases(self, lease_ids: Collection[int]) -> None:
+        try:
+            self._client.release(*lease_ids)
+        except Exception as error:  # thread top: a lease that is not released runs out
+            _log.warning("leases_not_released", error=f"{type(error).__name__}: {error}")
+
+    def _forget_arrivals(self, request_ids: Collection[str]) -> None:
+        if request_ids and self._arriving:
+            self._arriving = {key: owner for key, owner in self._arriving.items() if owner not in request_ids}
 
     def _whole_blocks(self, num_tokens: int) -> int:
-        return num_tokens // self._block_size * self._block_size
+        return num_tokens // self._engine.block_size * self._engine.block_size
+
+    def _whole_chunks(self, num_tokens: int) -> int:
+        return num_tokens // self._space.chunk_size * self._space.chunk_size
 
 
 def _computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:

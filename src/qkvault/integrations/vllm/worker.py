@@ -1,28 +1,40 @@
 """The worker's half of the connector: copies between vLLM's pages and the store's slots.
 
-Runs on the thread that runs the model, before and after its forward. Nothing raises out of here: a load that fails, for
-whatever reason, is a list of blocks that vLLM computes again.
+Runs on the thread that runs the model. Nothing raises out of here: a load that fails, for whatever reason, is a list of
+blocks that vLLM computes again, and what could not be stored is told to the scheduler's half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
 
 from qkvault.client import StoreClient
-from qkvault.errors import QKVaultError
+from qkvault.errors import ProtocolError, Unavailable
 from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
 from qkvault.keys import KeySpace
-from qkvault.layout import ChunkLayout
 from qkvault.logs import RateLimited, get_logger
-from qkvault.paged import PagedConnector
-from qkvault.stats import StatsMonitor
-from qkvault.transfer import Transfer
+from qkvault.transfer import LoadItem, Transfer
+from qkvault.types import Outcome
 
 if TYPE_CHECKING:
-    import torch
+    from qkvault.paged import PagedConnector
+    from qkvault.stats import Request, StatsMonitor
 
+_RETRY_SECONDS: Final = 10.0  # a store that could not be reached is left alone that long: asking costs the engine time
+_UNSAVED: Final = (Outcome.NO_ROOM, Outcome.BUSY)  # what may succeed later
 _log = RateLimited(get_logger("vllm.worker"))
+
+
+class _Loading(NamedTuple):
+    op: LoadOp
+    num_good: int  # leading items that were copied, or are being copied
+    copied: torch.Event | None  # None: the copies are done
+    request: Request  # of the statistics
 
 
 class WorkerSide:
@@ -30,100 +42,168 @@ class WorkerSide:
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
-        layout: ChunkLayout,
+        paged: PagedConnector,
         space: KeySpace,
         connect: Callable[[], StoreClient],
         stats: StatsMonitor,
+        clock: Callable[[], float],
     ) -> None:
-        """``tensors`` are vLLM's, one a layer in order. ``connect`` is called at the first step, and after a loss."""
-        self._paged = PagedConnector(tensors, layout)
+        """``connect`` is called at the first step that needs the store, and after a loss; ``clock`` gives seconds."""
+        self._paged = paged
         self._space = space
         self._connect = connect
         self._stats = stats
+        self._clock = clock
         self._transfer: Transfer | None = None
+        self._retry_at = float("-inf")
+        self._step_loaded = self._step_saved = 0  # numbers of the last plans: none is carried out twice
+        self._loading: deque[_Loading] = deque()
         self._report = StepReport()
-        self._leases: set[int] = set()  # of loads whose copies may still be under way
+        self._received: set[str] = set()
+        self._sent: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._finals_done: set[str] = set()
 
     def load(self, plan: StepPlan) -> None:
-        """Fill the blocks of all loads of this step; what failed is told by ``take_failed_blocks`` and the report."""
+        """Begin the loads of this step, and store what finished requests have left."""
+        if plan.number == self._step_loaded:
+            return
+        self._step_loaded = plan.number
         for op in plan.loads:
-            self._leases.add(op.lease_id)
-            failed = self._try_load(op)
-            if failed:
-                self._failed_blocks.update(failed)
-                self._report.failed_requests.add(op.request_id)
+            request = self._stats.on_retrieve_request(len(op.block_ids) * self._paged.block_size)
+            num_good = self._try_load(op)
+            self._loading.append(_Loading(op, num_good, self._mark(), request))
+        if plan.finals:
+            self._sent.update(op.request_id for op in plan.finals)
+            self._try_save(plan.finals)
 
     def save(self, plan: StepPlan) -> None:
-        """Store what this step computed. After a failed load nothing is: other chunks may rest on the lost blocks."""
-        ops = [op for op in plan.saves if not self._failed_blocks or op.is_final]
-        for op in plan.saves:
-            if op.is_final:
-                self._finals_done.add(op.request_id)
-            elif self._failed_blocks:
-                self._report.skipped_saves[op.request_id] = op.start_token
-        if ops:
-            self._try_save(ops)
+        """Store what this step computed. An idle step waits until a device has copied all that was begun."""
+        if plan.number == self._step_saved:
+            return
+        self._step_saved = plan.number
+        if plan.saves:
+            for op, num_saved in zip(plan.saves, self._try_save(plan.saves), strict=True):
+                if num_saved < len(op.items):
+                    chunks_tokens = num_saved * self._paged.layout.chunk_size
+                    self._report.unsaved[op.request_id] = op.start_token + chunks_tokens
+        if plan.saves or plan.finals:
+            self._report.saved_step = plan.number
+        self._settle(wait=plan.is_idle)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Since the last call: finished requests whose blocks are not needed any more, and requests that are loaded."""
+        while self._loading and (self._loading[0].copied is None or self._loading[0].copied.query()):
+            self._end_load(self._loading.popleft())
+        sent, self._sent = self._sent, set()
+        received, self._received = self._received, set()
+        return sent, received
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks whose load failed since the last call."""
+        """Blocks whose load failed since the last call: never later than ``take_finished`` tells of their request."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def take_finals_done(self) -> set[str]:
-        """Finished requests whose blocks are no longer needed, since the last call."""
-        done, self._finals_done = self._finals_done, set()
-        return done
-
     def take_report(self) -> StepReport | None:
         """What the scheduler's half should hear, if anything."""
-        if self._leases and (self._transfer is None or self._transfer.settle()):
-            self._report.ended_leases.update(self._leases)
-            self._leases.clear()
         report, self._report = self._report, StepReport()
-        is_empty = not (report.ended_leases or report.failed_requests or report.skipped_saves)
-        return None if is_empty else report
+        has_news = report.ended_leases or report.failed_loads or report.unsaved or report.saved_step
+        return report if has_news else None
 
     def close(self) -> None:
-        """End the session."""
-        if self._transfer is not None:
-            self._transfer.client.close()
-            self._transfer = None
+        """Finish the copies that were begun and end the session."""
+        self._settle(wait=True)
+        self._disconnect()
 
-    def _try_load(self, op: LoadOp) -> set[int]:
-        num_tokens = sum(len(item.block_ids) for item in op.items) * self._paged.layout.block_size
-        num_bytes = num_tokens * self._paged.layout.token_bytes
+    def _try_load(self, op: LoadOp) -> int:
+        """How many leading items were copied, or are being copied. What is behind a failure is of no use."""
         try:
-            with self._stats.stage("to_gpu", num_bytes, num_tokens=num_tokens):
-                bad = self._session().load(op.items)
-        except Exception as error:  # thread top: the forward must go on; vLLM computes these blocks again
+            failed = self._session().load(op.items) if op.items else set()
+        except Exception as error:  # thread top: the engine must go on; vLLM computes these blocks again
             self._lost(error, "load_failed")
-            bad = set(range(len(op.items)))
-        # Everything after the first failure is void: it cannot be used without what was before it.
-        return {block for item in op.items[min(bad) :] for block in item.block_ids} if bad else set()
+            return 0
+        return min(failed, default=len(op.items))
 
-    def _try_save(self, ops: Sequence[SaveOp]) -> None:
-        items = [item for op in ops for item in op.items]
+    def _end_load(self, loading: _Loading) -> None:
+        op, good = loading.op, loading.op.items[: loading.num_good]
+        if loading.copied is not None:
+            good = good[: self._num_fresh(good)]
+        num_filled = sum(len(item.block_ids) for item in good)
+        block_size = self._paged.block_size
+        if num_filled < len(op.block_ids):
+            self._failed_blocks.update(op.block_ids[num_filled:])
+            self._report.failed_loads[op.request_id] = op.start_token + num_filled * block_size
+        self._received.add(op.request_id)
+        if op.lease_id:
+            self._report.ended_leases.add(op.lease_id)
+        num_tokens = num_filled * block_size
+        self._stats.on_retrieve_finished(
+            loading.request,
+            num_tokens=num_tokens,
+            num_bytes=num_tokens * self._paged.layout.token_bytes,
+            num_failed_tokens=len(op.block_ids) * block_size - num_tokens,
+        )
+
+    def _num_fresh(self, items: Sequence[LoadItem]) -> int:
+        """How many leading slots still hold their chunk: one with a new owner may have had him while we copied."""
         try:
-            with self._stats.stage("from_gpu") as stage:
-                report = self._session().save(items)
-                stage.num_bytes = report.copied_bytes
+            return min(self._session().stale(items), default=len(items))
+        except Exception as error:  # thread top: as for the load itself
+            self._lost(error, "load_failed")
+            return 0
+
+    def _try_save(self, ops: Sequence[SaveOp]) -> list[int]:
+        """How many leading items of each op need no second try."""
+        items = [item for op in ops for item in op.items]
+        request = self._stats.on_store_request(sum(item.num_tokens for item in items))
+        try:
+            report = self._session().save(items)
         except Exception as error:  # thread top: what is not stored is a later miss
+            self._lost(error, "save_failed")
+            self._stats.on_store_finished(request, chunks={"failed": len(items)})
+            return [0] * len(ops)
+        chunks = {outcome.value: report.outcomes.count(outcome) for outcome in Outcome}
+        chunks["stored"] = chunks.pop(Outcome.RESERVED.value)
+        reserved = zip(items, report.outcomes, strict=True)
+        num_tokens = sum(item.num_tokens for item, outcome in reserved if outcome is Outcome.RESERVED)
+        self._stats.on_store_finished(request, num_tokens=num_tokens, num_bytes=report.copied_bytes, chunks=chunks)
+        outcomes = iter(report.outcomes)
+        return [_num_before(_UNSAVED, [next(outcomes) for _ in op.items]) for op in ops]
+
+    def _mark(self) -> torch.Event | None:
+        if self._paged.device.type == "cpu":
+            return None
+        event = torch.Event(self._paged.device)
+        event.record()
+        return event
+
+    def _settle(self, *, wait: bool) -> None:
+        try:
+            if self._transfer is not None:
+                (self._transfer.wait if wait else self._transfer.settle)()
+        except Exception as error:  # thread top: what is not committed is a later miss
             self._lost(error, "save_failed")
 
     def _session(self) -> Transfer:
         if self._transfer is None:
-            self._transfer = Transfer(self._connect(), self._paged, self._space)
+            if self._clock() < self._retry_at:
+                msg = "the store could not be reached a moment ago"
+                raise Unavailable(msg)
+            self._transfer = Transfer(self._connect(), self._paged, self._space, stats=self._stats)
         return self._transfer
 
     def _lost(self, error: Exception, event: str) -> None:
         _log.warning(event, error=f"{type(error).__name__}: {error}")
-        if isinstance(error, QKVaultError):
-            self.close()  # the next step connects anew
+        if isinstance(error, (Unavailable, ProtocolError)):
+            if self._clock() >= self._retry_at:
+                self._retry_at = self._clock() + _RETRY_SECONDS
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            with suppress(Exception):  # thread top: nobody is left to hear of it
+                transfer.client.close()
 
 
-def layer_tensors(layer_names: Sequence[str], kv_caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The registered tensors of ``layer_names``, in that order. Raises KeyError if one is missing."""
-    return [kv_caches[name] for name in layer_names]
+def _num_before(kinds: Sequence[Outcome], outcomes: Sequence[Outcome]) -> int:
+    return next((at for at, outcome in enumerate(outcomes) if outcome in kinds), len(outcomes))

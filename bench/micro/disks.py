@@ -1,0 +1,109 @@
+"""Store until all is on disk, and load again with nothing in RAM or page cache; beside raw O_DIRECT files.
+
+The raw files are as many and as large as ours, and moved by as many threads; like ours they are not synced. Ours are
+also checked: a sum over every payload, on the way out and on the way in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from bench.geometry import CHUNK_TOKENS, Geometry, Pages, geometries
+from bench.rawfiles import RawFiles, drop_page_cache
+from bench.report import Screen
+from bench.rig import Rig, own_store, pool_bytes, require_memory
+from bench.samples import Case, Measure, Role, Row, Skip, Target, Unit, measure
+from bench.settings import Settings
+from qkvault.embedded import EmbeddedStore
+from qkvault.pool import Pool
+
+PART_OF_RAW = 0.8
+DRAIN_SECONDS = 300.0
+
+
+def run(settings: Settings, screen: Screen) -> list[Row]:
+    """All rows."""
+    rows: list[Row] = []
+    for geometry in geometries(settings):
+        try:
+            rows += _one(settings, screen, geometry)
+        except Skip as reason:
+            screen.skip(f"disk, {geometry.name}", str(reason))
+    return rows
+
+
+def _one(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]:
+    num_tokens = geometry.num_tokens(settings.sizes.disk_bytes)
+    num_bytes = num_tokens * geometry.token_bytes
+    ram_bytes = pool_bytes(geometry, num_tokens, prompts=1)
+    require_memory(4 * num_bytes + ram_bytes)
+    if shutil.disk_usage(settings.scratch).free < 8 * num_bytes:
+        msg = f"{settings.scratch} has no room for {8 * num_bytes / 1e9:.1f} GB"
+        raise Skip(msg)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qkvault-bench-", dir=settings.scratch)))
+        store = stack.enter_context(own_store(ram_bytes, folder / "ours", 4 * num_bytes))
+        threads = store.config.disk_workers
+        pages = Pages(geometry, num_tokens, is_random=True, seed=settings.seed)
+        rig = Rig(store.config, store.connect("bench"), pages, settings.seed)
+        memory = Pool(num_bytes)
+        stack.callback(memory.close)
+        fill(memory.memory, settings.seed)
+        count = num_tokens // CHUNK_TOKENS
+        raw = stack.enter_context(RawFiles(folder / "raw", memory.memory, count, num_bytes // count, threads=threads))
+        rows = _rounds(settings, screen, rig, store, raw, folder)
+        rig.engine.close()
+    return rows
+
+
+def fill(memory: memoryview, seed: int) -> None:
+    """Bytes that no disk can make less of."""
+    words = np.frombuffer(memory, np.int64)
+    words[...] = np.random.default_rng(seed).integers(0, 1 << 62, len(words), dtype=np.int64)
+
+
+def _rounds(
+    settings: Settings, screen: Screen, rig: Rig, store: EmbeddedStore, raw: RawFiles, folder: Path
+) -> list[Row]:
+    pages, rounds = rig.pages, settings.sizes.disk_rounds
+    limit = f"raw O_DIRECT files, {store.config.disk_workers} threads"
+    storing, loading = f"store until on disk, {pages.geometry.name}", f"load from disk, {pages.geometry.name}"
+
+    def drain() -> None:
+        if not store.driver.drain(DRAIN_SECONDS):
+            msg = f"the disk tier was not done after {DRAIN_SECONDS:g} s"
+            raise RuntimeError(msg)
+
+    def store_all() -> None:
+        rig.store()
+        drain()
+
+    def before(_: int) -> None:
+        rig.client.clear()
+        drain()
+        raw.remove()
+        rig.renew()
+
+    def between(_: int) -> None:
+        rig.client.clear(lower_tiers=False)
+        drop_page_cache(folder)
+
+    groups = [
+        [Case(storing, "QKVault", Role.OURS, store_all), Case(storing, limit, Role.LIMIT, raw.write)],
+        [Case(loading, "QKVault", Role.OURS, rig.retrieve), Case(loading, limit, Role.LIMIT, raw.read)],
+    ]
+    with screen.task(f"disk, {pages.geometry.name}", rounds + 1) as advance:
+        found = measure(
+            groups, rounds=rounds, advance=advance, before=before, between=between,
+            after=lambda _: pages.require_arrived(),
+        )  # fmt: skip
+    target = Target(Measure.SPEED, PART_OF_RAW, limit)
+    return [
+        Row(name=name, unit=Unit.BYTES, amount=pages.num_bytes, series=series, target=target)
+        for name, series in found.items()
+    ]

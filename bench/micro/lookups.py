@@ -1,0 +1,107 @@
+"""How much of a long prompt is cached: with its keys at hand, and from a list of ids; beside a dict of those keys."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from bench import children
+from bench.geometry import CHUNK_TOKENS, Geometry, Pages, token_ids
+from bench.peers import LMCACHE, lmcache_engine
+from bench.report import Screen
+from bench.rig import Rig, own_store, pool_bytes
+from bench.samples import Case, Measure, Role, Row, Target, Unit, measure
+from bench.settings import Settings
+from qkvault.keys import RequestIdentity
+from qkvault.prefix import Prefix
+
+DICT = "membership of the keys in a dict"
+HASHING = "hashing the list, and nothing else"
+MAX_SECONDS = 2e-3
+# Tokens of a few bytes: the store does not look at the payload when it is asked.
+THIN = Geometry("thin", 1, 1, 8, 16)
+
+
+class Lookups:
+    """A store that holds one prompt and does not hold another."""
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        """Store the prompt."""
+        rig.renew()
+        rig.store()
+        self.rig = rig
+        self.tokens = rig.tokens
+        self.others = token_ids(np.random.default_rng(seed + 1), len(self.tokens))
+        self.space = rig.engine.metadata.space(rig.engine.config)
+        self.prefix = Prefix(self.space, RequestIdentity(), self.tokens)
+        number = len(self.tokens) // CHUNK_TOKENS
+        keys = [item.key for item in self.prefix.save_items(0, len(self.tokens), rig.pages.source_ids, THIN.block_size)]
+        self.keys = keys[:number]
+        self.known = dict.fromkeys(self.keys)
+
+    def by_keys(self) -> None:
+        """A request whose tokens were hashed before: lease all of it, and give the lease back."""
+        located = self.prefix.find(self.rig.client)
+        self.rig.client.release(located.lease_id)
+        if len(located.ready) != len(self.keys):
+            msg = f"{len(located.ready)} of {len(self.keys)} chunks were found"
+            raise RuntimeError(msg)
+
+    def by_ids(self) -> None:
+        """A new request for a prompt that is there."""
+        self._require(self.rig.engine.lookup(self.tokens), len(self.tokens))
+
+    def by_ids_none(self) -> None:
+        """A new request for a prompt that is not."""
+        self._require(self.rig.engine.lookup(self.others), 0)
+
+    def hash_ids(self) -> None:
+        """The first half of a new request."""
+        Prefix(self.space, RequestIdentity(), self.tokens)
+
+    def in_dict(self) -> None:
+        """The least that any index does."""
+        known = self.known
+        self._require(sum(key in known for key in self.keys), len(self.keys))
+
+    @staticmethod
+    def _require(found: int, wanted: int) -> None:
+        if found != wanted:
+            msg = f"found {found} instead of {wanted}"
+            raise RuntimeError(msg)
+
+
+def run(settings: Settings, screen: Screen) -> list[Row]:
+    """All rows."""
+    count, rounds = settings.sizes.prompt_tokens, settings.sizes.short_rounds
+    kept, ids, none = (
+        f"{count // 1024}k tokens, {how}" for how in ("keys kept", "list of ids", "list of ids, unknown")
+    )
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(own_store(pool_bytes(THIN, count, prompts=1.3)))
+        pages = Pages(THIN, count, is_random=False, seed=settings.seed)
+        work = Lookups(Rig(store.config, store.connect("bench"), pages, settings.seed), settings.seed)
+        group = [
+            Case(kept, "QKVault", Role.OURS, work.by_keys),
+            Case(kept, DICT, Role.LIMIT, work.in_dict),
+            Case(ids, "QKVault", Role.OURS, work.by_ids),
+            Case(ids, HASHING, Role.LIMIT, work.hash_ids),
+            Case(none, "QKVault", Role.OURS, work.by_ids_none),
+        ]
+        peer = stack.enter_context(lmcache_engine(settings, screen, THIN, count, "lookup"))
+        if peer is not None:
+            children.ask(peer, do="renew")
+            children.ask(peer, do="store")
+            group += [
+                Case(ids, LMCACHE, Role.PEER, lambda: children.timed(peer, do="lookup")),
+                Case(none, LMCACHE, Role.PEER, lambda: children.timed(peer, do="lookup_unknown")),
+            ]
+        advance = stack.enter_context(screen.task("lookup", rounds + 3))
+        found = measure([group], rounds=rounds, warmup=3, advance=advance)
+        work.rig.engine.close()
+    targets = {kept: Target(Measure.SECONDS, MAX_SECONDS)}
+    return [
+        Row(name=name, unit=Unit.CALLS, amount=1, series=series, target=targets.get(name))
+        for name, series in found.items()
+    ]

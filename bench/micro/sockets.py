@@ -1,0 +1,116 @@
+"""The copy bench once more, with the store in another process, and what a round trip to it takes.
+
+No bytes of chunks pass the socket: this process maps the pool and copies by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.children import Child
+from bench.geometry import Geometry, Pages, geometries
+from bench.micro.copies import PROMPTS, copy_rows
+from bench.micro.lookups import DICT, MAX_SECONDS, THIN, Lookups
+from bench.micro.server import ECHO_BYTES
+from bench.report import Screen
+from bench.rig import Rig, pool_bytes, require_memory
+from bench.samples import Case, Measure, Role, Row, Sample, Series, Skip, Target, Unit, measure
+from bench.settings import Settings
+from qkvault.client import StoreClient
+from qkvault.config import Config
+from qkvault.wire.sockets import SocketTransport
+
+ECHO = "the same bytes, echoed by a thread of that process"
+TIMEOUT_SECONDS = 10.0
+START_SECONDS = 120.0
+
+
+@contextlib.contextmanager
+def other_process(ram_bytes: int) -> Iterator[tuple[StoreClient, socket.socket]]:
+    """A session with a store in another process, and a connection to its echo."""
+    with tempfile.TemporaryDirectory(prefix="qkvault-bench-") as folder:
+        address, echo_path = f"unix://{folder}/store", f"{folder}/echo"
+        command = [sys.executable, "-m", "bench.micro.server", address, echo_path, str(ram_bytes)]
+        child = Child("the store's process", command)
+        try:
+            child.receive(START_SECONDS)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as echo:
+                echo.connect(str(Path(echo_path)))
+                client = StoreClient(SocketTransport(address, "bench", timeout_seconds=TIMEOUT_SECONDS))
+                yield client, echo
+                client.close()
+        finally:
+            child.close()
+
+
+def run(settings: Settings, screen: Screen) -> list[Row]:
+    """All rows."""
+    rows: list[Row] = []
+    for geometry in geometries(settings):
+        try:
+            rows += _copies(settings, screen, geometry)
+        except Skip as reason:
+            screen.skip(f"socket, {geometry.name}", str(reason))
+    return [*rows, *_lookups(settings, screen), _round_trips(settings, screen)]
+
+
+def _copies(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]:
+    num_tokens = geometry.num_tokens(settings.sizes.copy_bytes)
+    ram_bytes = pool_bytes(geometry, num_tokens, prompts=PROMPTS)
+    require_memory(2 * num_tokens * geometry.token_bytes + ram_bytes + 2 * settings.sizes.copy_bytes)
+    with other_process(ram_bytes) as (client, _):
+        pages = Pages(geometry, num_tokens, is_random=True, seed=settings.seed)
+        rig = Rig(Config(ram_bytes=ram_bytes, instance_id="bench"), client, pages, settings.seed)
+        return copy_rows(settings, screen, rig, is_random=True, is_shared=True, peers={})
+
+
+def _lookups(settings: Settings, screen: Screen) -> list[Row]:
+    count, rounds = settings.sizes.prompt_tokens, settings.sizes.short_rounds
+    ram_bytes = pool_bytes(THIN, count, prompts=1.3)
+    kept = f"lookup, {count // 1024}k tokens, keys kept"
+    with other_process(ram_bytes) as (client, _):
+        pages = Pages(THIN, count, is_random=False, seed=settings.seed)
+        rig = Rig(Config(ram_bytes=ram_bytes, instance_id="bench"), client, pages, settings.seed)
+        work = Lookups(rig, settings.seed)
+        group = [
+            Case(kept, "QKVault", Role.OURS, work.by_keys),
+            Case(kept, DICT, Role.LIMIT, work.in_dict),
+        ]
+        with screen.task("socket, lookup", rounds + 3) as advance:
+            found = measure([group], rounds=rounds, warmup=3, advance=advance)
+    target = Target(Measure.SECONDS, MAX_SECONDS)
+    return [Row(name=name, unit=Unit.CALLS, amount=1, series=series, target=target) for name, series in found.items()]
+
+
+def _round_trips(settings: Settings, screen: Screen) -> Row:
+    """One small question, by turns with a bare echo: a block of each, then a block of each again."""
+    message = bytes(ECHO_BYTES)
+    ours, bare = Series(name="QKVault", role=Role.OURS), Series(name=ECHO, role=Role.LIMIT)
+    with other_process(64 << 20) as (client, echo), screen.task("round trips", settings.sizes.ping_blocks) as advance:
+
+        def ping() -> None:
+            echo.sendall(message)
+            echo.recv(ECHO_BYTES)
+
+        for number in range(-1, settings.sizes.ping_blocks):
+            for series, call in ((ours, lambda: client.poll(0)), (bare, ping)):
+                for _ in range(settings.sizes.pings):
+                    start = time.perf_counter()
+                    call()
+                    if number >= 0:
+                        series.add(Sample(time.perf_counter() - start, 0.0))
+            advance()
+    for series in (ours, bare):
+        series.facts["p50_us"] = round(_percentile(series.seconds, 0.5) * 1e6, 1)
+        series.facts["p99_us"] = round(_percentile(series.seconds, 0.99) * 1e6, 1)
+    return Row(name="round trip", unit=Unit.CALLS, amount=1, series=[ours, bare])
+
+
+def _percentile(values: list[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]

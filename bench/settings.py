@@ -1,0 +1,78 @@
+"""How large a run is, and what else was asked for. All sizes of all benches stand here, side by side."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+
+class Size(str, Enum):
+    """How much is measured."""
+
+    FULL = "full"  # what is published
+    QUICK = "quick"  # a look, in a couple of minutes
+    TINY = "tiny"  # only to see that everything runs: its numbers mean nothing
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The work of one size."""
+
+    prompt_tokens: int  # of hashing and lookup
+    short_rounds: int  # of what takes milliseconds
+    copy_bytes: int  # of a store or retrieve; well above the last-level cache
+    copy_rounds: int
+    disk_bytes: int
+    disk_rounds: int
+    pings: int  # round trips in a block
+    ping_blocks: int
+    ttft_tokens: int  # of the prompt whose first token is waited for
+    ttft_rounds: int
+
+
+SIZES = {
+    Size.FULL: Sizes(131_072, 30, 512 << 20, 9, 512 << 20, 7, 200, 20, 2_790, 5),
+    Size.QUICK: Sizes(131_072, 10, 128 << 20, 5, 256 << 20, 3, 100, 10, 2_790, 3),
+    Size.TINY: Sizes(2_048, 2, 1 << 20, 2, 1 << 20, 2, 10, 2, 200, 1),
+}
+
+
+def scratch_folder() -> Path:
+    """Where files go unless told otherwise."""
+    return Path(tempfile.gettempdir())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run."""
+
+    size: Size = Size.FULL
+    seed: int = 1
+    scratch: Path = field(default_factory=scratch_folder)
+    peer_venv: Path | None = None
+    model: Path | None = None
+    dtype: str = ""
+    engines: tuple[str, ...] = ("mp", "inproc")
+    cases: tuple[str, ...] = ()  # none: all
+
+    @property
+    def sizes(self) -> Sizes:
+        """The work to do."""
+        return SIZES[self.size]
+
+    @property
+    def peer_python(self) -> Path | None:
+        """The interpreter that has the peers, if there is one."""
+        return None if self.peer_venv is None else self.peer_venv / "bin" / "python"
+
+    def as_json(self) -> dict[str, object]:
+        """What of it decides the numbers."""
+        return {
+            "size": self.size.value,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "engines": list(self.engines),
+            "has_peers": self.peer_venv is not None,
+        }

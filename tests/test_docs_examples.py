@@ -1,0 +1,108 @@
+"""The examples run: those in examples/, and the blocks of the pages that say so.
+
+A block that begins with ```python run or ```python file, and whose first line is ``# name.py``, is a file. All files of
+a page lie in one folder; those marked ``run`` are then run there, by pytest if they are called ``test_*.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+BLOCK = re.compile(r"^```python (run|file)\n# (\S+\.py)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+LIBRARY = ROOT / "examples" / "library.py"
+
+
+class Block(NamedTuple):
+    mark: str
+    name: str
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    blocks = [Block(*found) for found in BLOCK.findall(text)]
+    assert len(blocks) == len(re.findall(r"^```python \w", text, flags=re.MULTILINE)), "a marked block has no name"
+    return blocks
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page, tmp_path):
+    blocks = blocks_of(page)
+    for block in blocks:
+        (tmp_path / block.name).write_text(block.code, encoding="utf-8")
+    for block in blocks:
+        if block.mark == "run":
+            is_test = block.name.startswith("test_")
+            options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"] if is_test else []
+            done = run([sys.executable, *options, block.name], tmp_path)
+            assert not is_test or re.search(r"\d+ passed", done.stdout), done.stdout
+
+
+def test_the_library_example_runs_and_is_the_one_in_the_readme(tmp_path):
+    pytest.importorskip("torch", reason="the engine works on tensors")
+    assert "992 of 1000 tokens are cached" in run([sys.executable, str(LIBRARY)], tmp_path).stdout
+    _, _, code = LIBRARY.read_text(encoding="utf-8").partition("\n\n")
+    assert f"```python\n{code}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    pytest.importorskip("typer")
+    return runpy.run_path(str(ROOT / "examples" / "demo.py"))
+
+
+def measured_with(demo, **changed):
+    """What a demo that went well measures, except that answer 1 after the restart is ``changed``."""
+    well = {"tokens": [1, 2], "text": "", "ttft_seconds": 4.0, "num_prompt_tokens": 1000}
+    reused = {demo["COLD"]: 0, demo["RAM"]: 960, demo["DISK"]: 960}
+    measured = []
+    for way, num_reused_tokens in reused.items():
+        for question in range(len(demo["QUESTIONS"])):
+            answer = well | {"num_reused_tokens": num_reused_tokens, "num_disk_chunks": 4 * (way == demo["DISK"])}
+            if (way, question) == (demo["DISK"], 0):
+                answer |= changed
+            measured.append(demo["Measured"](way, question, demo["Answer"](**answer)))
+    return measured
+
+
+def test_a_demo_that_went_well_has_no_problems(demo):
+    assert list(demo["problems"](measured_with(demo))) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"tokens": [1, 3]}, "1 answers have other tokens than cold"),
+        ({"num_reused_tokens": 512}, "512 of 1000 tokens were reused, so the hit was missed"),
+        ({"num_disk_chunks": 0}, "0 chunks came from disk"),
+    ],
+)
+def test_a_demo_that_went_wrong_says_how(demo, changed, problem):
+    (found,) = demo["problems"](measured_with(demo, **changed))
+    assert found.endswith(problem)
+
+
+def test_the_document_of_the_demo_is_what_its_note_says(demo):
+    text = demo["DOCUMENT"].read_bytes()
+    note = (demo["DOCUMENT"].parent / "README.md").read_text(encoding="utf-8")
+    assert len(text) < 40_000
+    assert f"`{demo['DOCUMENT'].name}`" in note
