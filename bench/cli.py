@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", action="append", choices=list(BENCHES), help="this bench; may be repeated")
     made.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes")
     made.add_argument("--tiny", action="store_true", help="see whether it runs; the numbers mean nothing")
+    made.add_argument("--rounds", type=int, help="of everything, instead of as many as the size says")
     made.add_argument("--json", type=Path, metavar="FILE", help="write samples, machine and versions there")
     made.add_argument("--seed", type=int, default=1, help="of tokens, bytes and block tables")
     made.add_argument("--scratch", type=Path, default=scratch_folder(), help="folder for files; on the disk to measure")
@@ -75,6 +76,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         dtype=options.dtype or machine.default_dtype(),
         engines=engines,
         cases=tuple(options.case),
+        rounds=options.rounds,
     )
 
 

@@ -17,6 +17,7 @@ class RawFiles:
 
     def __init__(self, folder: Path, memory: memoryview, count: int, file_bytes: int, *, threads: int) -> None:
         """Start the threads. Raises Skip where there is no O_DIRECT."""
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._paths = [folder / f"raw-{number}" for number in range(count)]
         self._pieces = [memory[number * file_bytes : (number + 1) * file_bytes] for number in range(count)]

@@ -18,7 +18,7 @@ from bench import machine
 from bench.samples import Measure, Role, Row, Series, Spread, Unit, ratio
 
 FORMAT: Final = 1
-WIDTH: Final = 132  # where there is no terminal to ask
+WIDTH: Final = 150  # where there is no terminal to ask
 _STYLES: Final = {Role.OURS: "bold", Role.LIMIT: "cyan", Role.PEER: "magenta"}
 
 
@@ -55,7 +55,7 @@ class Screen:
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """One table."""
         table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", pad_edge=False)
-        for header in ("what", "who", "median (min to max)", "rate", "ours against it", "by CPU time", "facts"):
+        for header in ("what", "who", "median (min-max)", "rate", "ours against it", "by CPU time", "facts"):
             table.add_column(header, overflow="fold")
         for row in rows:
             _add_row(table, row)
@@ -86,7 +86,7 @@ def _against(row: Row, ours: Series | None, series: Series) -> list[str]:
     is_speed = row.unit is not Unit.CALLS
     word = "of its speed" if is_speed else "of its time"
     by_clock = ratio(ours, series, is_speed=is_speed)
-    cell = f"{by_clock.median:.2f} {word} ({by_clock.least:.2f} to {by_clock.most:.2f})"
+    cell = f"{by_clock.median:.2f} {word} ({by_clock.least:.2f}-{by_clock.most:.2f})"
     if not all(series.cpu_seconds) or not all(ours.cpu_seconds) or min(ours.cpu_seconds) < 1e-3:
         return [cell, ""]  # the clock of CPU time is too coarse
     return [cell, f"{ratio(ours, series, is_speed=is_speed, by_cpu=True).median:.2f}"]
@@ -94,7 +94,11 @@ def _against(row: Row, ours: Series | None, series: Series) -> list[str]:
 
 def _seconds(spread: Spread) -> str:
     scale, unit = next((s, u) for s, u in ((1, "s"), (1e3, "ms"), (1e6, "us")) if spread.median * s >= 1 or u == "us")
-    return f"{spread.median * scale:.3g} {unit} ({spread.least * scale:.3g} to {spread.most * scale:.3g})"
+    return f"{_short(spread.median * scale)} {unit} ({_short(spread.least * scale)}-{_short(spread.most * scale)})"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _rate(row: Row, series: Series) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -56,11 +56,16 @@ class Settings:
     dtype: str = ""
     engines: tuple[str, ...] = ("mp", "inproc")
     cases: tuple[str, ...] = ()  # none: all
+    rounds: int | None = None  # of everything; None: as many as the size says
 
     @property
     def sizes(self) -> Sizes:
         """The work to do."""
-        return SIZES[self.size]
+        sizes = SIZES[self.size]
+        if self.rounds is None:
+            return sizes
+        of_rounds = [name for name in Sizes.__dataclass_fields__ if name.endswith("_rounds")]
+        return replace(sizes, **dict.fromkeys(of_rounds, self.rounds))
 
     @property
     def peer_python(self) -> Path | None:
@@ -72,6 +77,7 @@ class Settings:
         return {
             "size": self.size.value,
             "seed": self.seed,
+            "rounds": self.rounds,
             "dtype": self.dtype,
             "engines": list(self.engines),
             "has_peers": self.peer_venv is not None,

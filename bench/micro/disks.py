@@ -56,7 +56,7 @@ def _one(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]:
         fill(memory.memory, settings.seed)
         count = num_tokens // CHUNK_TOKENS
         raw = stack.enter_context(RawFiles(folder / "raw", memory.memory, count, num_bytes // count, threads=threads))
-        rows = _rounds(settings, screen, rig, store, raw, folder)
+        rows = _rounds(settings, screen, rig, store, raw)
         rig.engine.close()
     return rows
 
@@ -67,9 +67,7 @@ def fill(memory: memoryview, seed: int) -> None:
     words[...] = np.random.default_rng(seed).integers(0, 1 << 62, len(words), dtype=np.int64)
 
 
-def _rounds(
-    settings: Settings, screen: Screen, rig: Rig, store: EmbeddedStore, raw: RawFiles, folder: Path
-) -> list[Row]:
+def _rounds(settings: Settings, screen: Screen, rig: Rig, store: EmbeddedStore, raw: RawFiles) -> list[Row]:
     pages, rounds = rig.pages, settings.sizes.disk_rounds
     limit = f"raw O_DIRECT files, {store.config.disk_workers} threads"
     storing, loading = f"store until on disk, {pages.geometry.name}", f"load from disk, {pages.geometry.name}"
@@ -91,7 +89,7 @@ def _rounds(
 
     def between(_: int) -> None:
         rig.client.clear(lower_tiers=False)
-        drop_page_cache(folder)
+        drop_page_cache(raw.folder.parent)
 
     groups = [
         [Case(storing, "QKVault", Role.OURS, store_all), Case(storing, limit, Role.LIMIT, raw.write)],

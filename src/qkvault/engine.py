@@ -137,7 +137,7 @@ class CacheEngine:
         items: list[SaveItem] = []
         report, num_published = SaveReport((), 0), 0
         try:
-            if identity.uncacheable_reason is None and num_masked < end:
+            if identity.uncacheable_reason is None:
                 prefix = self._prefix(tokens, identity)
                 items = prefix.save_items(num_masked, end, block_ids, self._paged.block_size)
                 report, num_published = self._reach(lambda: self._save(items), (report, 0))
@@ -316,7 +316,10 @@ class CacheEngine:
             self._release(before)
 
     def _take(self, lookup_id: str | None, tokens: Tokens, identity: RequestIdentity) -> _Held | None:
-        """What ``lookup_id`` holds of these very tokens, with its lease renewed; None if that is nothing."""
+        """What ``lookup_id`` holds of these very tokens, with its lease renewed; None if it is none of them.
+
+        What went meanwhile is looked for again; the promise stands, so that what is missing then counts as failed.
+        """
         held = self._held.pop(lookup_id, None) if lookup_id is not None else None
         if held is None:
             return None
@@ -324,13 +327,17 @@ class CacheEngine:
             self._release(held)
             return None
         held = held._replace(located=self._poll(held))
-        return held if held.located.lease_id else None
+        found = None if held.located.lease_id else self._find(tokens, identity, None)
+        if found is None:
+            return held
+        return found._replace(promised_tokens=max(held.promised_tokens, found.promised_tokens))
 
     def _poll(self, held: _Held) -> Located:
         return self._reach(lambda: self._client.poll(held.located.lease_id), _NOTHING)
 
     def _release(self, held: _Held) -> None:
-        self._reach(lambda: self._client.release(held.located.lease_id), None)
+        if held.located.lease_id:
+            self._reach(lambda: self._client.release(held.located.lease_id), None)
 
     def _load(self, held: _Held, num_masked: int, limit: int, block_ids: Sequence[int]) -> _Loaded:
         """Load the tokens ``[num_masked, limit)`` of what is held, as far as they come."""

@@ -6,10 +6,9 @@ QKVaultError
 ├─ ProtocolError       malformed message or another protocol version
 ├─ Unavailable         a server or tier cannot be reached; integrations treat it as a miss
 │   └─ DeadlineExceeded
-├─ PoolExhausted       nothing evictable; the store is skipped
 └─ InvariantError      a bug of ours
 
-A miss is a value, never an exception. ``ValueError`` is for wrong arguments of public calls.
+A miss is a value, never an exception; so is a full pool (``Outcome.NO_ROOM``). ``ValueError`` is for wrong arguments of public calls.
 """
 
 from __future__ import annotations
@@ -37,10 +36,6 @@ class Unavailable(QKVaultError):
 
 class DeadlineExceeded(Unavailable):
     """An answer did not come in time."""
-
-
-class PoolExhausted(QKVaultError):
-    """The pool has no room and nothing can be evicted; the store is skipped."""
 
 
 class InvariantError(QKVaultError):

@@ -5,18 +5,22 @@ Shared by CacheEngine and the serving integrations. Positions are tokens from th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from qkvault.image import check_of
 from qkvault.keys import KeySpace, RequestIdentity
 from qkvault.tokens import TokenHasher, token_bytes
 from qkvault.transfer import LoadItem, SaveItem
-from qkvault.types import TOKEN_BYTES, ChunkRef
+from qkvault.types import GRAIN_TOKENS, TOKEN_BYTES, ChunkRef
 
 if TYPE_CHECKING:
     from qkvault.client import StoreClient
     from qkvault.tokens import Tokens
     from qkvault.wire.messages import Located
+
+_GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
 
 
 class Prefix:
@@ -38,21 +42,19 @@ class Prefix:
         if len(all_tokens) > self._hasher.num_tokens:
             self._hasher.update_to(all_tokens)
 
-    def find(
-        self, client: StoreClient, *, start_chunk: int = 0, search_range: Sequence[str] | None = None
-    ) -> Located:
+    def find(self, client: StoreClient, *, start_chunk: int = 0, search_range: Sequence[str] | None = None) -> Located:
         """Lease the longest cached run, in the media of ``search_range`` (None: in all). Raises Unavailable.
 
         The run begins at ``start_chunk``: what is before it need not be cached, and is not touched.
         """
         keys = self._space.chunk_keys(self._hasher.hashes[start_chunk:])
         root = self._space.chunk_key(self._hasher.parent_of(start_chunk))
+        if self._hasher.identity.media:
+            checks = [check_of(self._compared(start_chunk + number)) for number in range(len(keys))]
+        else:
+            checks = self._hasher.checks[start_chunk:]
         return client.find(
-            root,
-            keys,
-            self._hasher.checks[start_chunk:],
-            lambda number: self._hasher.tokens_from(start_chunk + number),
-            search_range=search_range,
+            root, keys, checks, lambda number: self._compared(start_chunk + number), search_range=search_range
         )
 
     def agrees_with(self, tokens: Tokens, identity: RequestIdentity) -> bool:
@@ -78,9 +80,27 @@ class Prefix:
             number = first // self._space.chunk_size
             stop = min(end, first + self._space.chunk_size)
             chunk_hash, tokens = self._hasher.chunk(number, stop - first)
+            tokens = self._compared(number, tokens)
             key, parent = self._space.chunk_key(chunk_hash), self._space.chunk_key(self._hasher.parent_of(number))
             items.append(SaveItem(key, parent, tokens, tuple(block_ids[first // block_size : stop // block_size])))
         return items
+
+    def _compared(self, number: int, tokens: bytes | None = None) -> bytes:
+        """``tokens`` of a chunk (None: all that there are), as they are compared with those of other chunks.
+
+        Chunks are also matched by tokens alone, and a picture is more than its tokens: a grain that media touch is a
+        digest of it and of them. So a match ends before them unless the media are the same.
+        """
+        tokens = self._hasher.tokens_from(number) if tokens is None else tokens
+        if not self._hasher.identity.media:
+            return tokens
+        grains = []
+        for at in range(0, len(tokens), _GRAIN_BYTES):
+            grain, start = tokens[at : at + _GRAIN_BYTES], number * self._space.chunk_size + at // TOKEN_BYTES
+            if extra := self._hasher.identity.extra_of(start, start + len(grain) // TOKEN_BYTES):
+                grain = hashlib.sha512(grain + extra).digest()[: len(grain)]
+            grains.append(grain)
+        return b"".join(grains)
 
 
 def load_items(

@@ -36,7 +36,10 @@ class SpaceDescription(msgspec.Struct, frozen=True):
 
 
 class SaveItem(NamedTuple):
-    """One chunk to be stored: its identity, its tokens (4 bytes each), and the engine's blocks that hold it."""
+    """One chunk to be stored: its identity, its tokens (4 bytes each), and the engine's blocks that hold it.
+
+    ``tokens`` tell chunks of one parent apart: where media touch them they are those of ``Prefix``, not the model's.
+    """
 
     key: bytes
     parent: bytes

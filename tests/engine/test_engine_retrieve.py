@@ -209,6 +209,7 @@ def test_a_lease_that_ran_out_before_the_retrieve_is_no_right(make_cache, make_s
     cache.pass_time(1000.0)
     site.store(make_tokens(2 * CHUNK))
     assert site.retrieve(tokens, lookup_id="a") == 2 * CHUNK
+    assert site.engine.stats.snapshot().failed_tokens == 2 * CHUNK
 
 
 @pytest.mark.parametrize("num_tails", [0, 6])

@@ -26,7 +26,7 @@ def test_every_number_of_a_scripted_day(make_cache, make_site, make_tokens, layo
     site.engine.lookup(one)  # 208 in the tier
     cache.drain()
     cache.empty_ram()
-    tier.fail_every_load = 3
+    tier.fail_every_load = 7  # after the four above
     site.retrieve(one)  # 2 chunks of 4; the third fails, the fourth lies behind it
     stats = site.engine.stats.snapshot()
 

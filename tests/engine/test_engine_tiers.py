@@ -223,7 +223,10 @@ def test_a_prefetch_of_nothing_holds_nothing(lower, make_site, make_tokens):
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete"])
 @pytest.mark.parametrize("bad", [0, 2])
-def test_a_file_that_is_spoiled_is_a_shorter_prefix(make_disk_cache, make_site, make_tokens, tmp_path, *, harm, bad):
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_file_that_is_spoiled_is_a_shorter_prefix(
+    make_disk_cache, make_site, make_tokens, tmp_path, *, harm, bad, has_ended
+):
     """B28, B29: the lookup promises it, the retrieve stops before it, and the next lookup does not promise it again."""
     cache = make_disk_cache()
     site = make_site(cache)
@@ -241,6 +244,8 @@ def test_a_file_that_is_spoiled_is_a_shorter_prefix(make_disk_cache, make_site, 
     else:
         path.write_bytes(content if harm == "flip" else content[:-4096])
     assert site.engine.lookup(tokens, pin=True, lookup_id="a") == 4 * CHUNK
+    if has_ended:
+        cache.drain()
     assert site.retrieve(tokens, lookup_id="a") == bad * CHUNK
     assert site.engine.stats.snapshot().failed_tokens == (4 - bad) * CHUNK
     assert site.engine.lookup(tokens) == bad * CHUNK

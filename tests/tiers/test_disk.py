@@ -8,6 +8,7 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,77 @@ def test_a_chunk_is_never_seen_half_written(make_disk, slots, monkeypatch):
                     num_read += 1
                     assert bytes(target.image[4096:]) in whole
     assert num_read
+
+
+# What has to leave
+
+
+def inode_of(root, key):
+    return file_of(root, key).stat().st_ino
+
+
+def test_a_store_writes_over_what_had_to_leave_for_it(disk, slots, root):
+    old = [slots.image(n) for n in range(3)]
+    new = [slots.image(n, version=1) for n in range(10, 13)]
+    disk.store(*old)
+    inodes = {inode_of(root, piece.key) for piece in old}
+    assert len(disk.store(*new, delete_first=[piece.key for piece in old]).done) == 3
+    assert {inode_of(root, piece.key) for piece in new} == inodes
+    assert files_below(root) == {file_of(root, piece.key) for piece in new}
+    assert [load(disk, slots, piece) for piece in new] == [("done", True)] * 3
+    assert [load(disk, slots, piece)[0] for piece in old] == ["absent"] * 3
+
+
+def test_what_leaves_is_not_kept_for_more_than_its_place(disk, slots, root):
+    """Of another size, or more of them than are stored: never more on disk than is accounted for."""
+    large, small = [slots.image(n, 50_000) for n in range(4)], [slots.image(n, 100) for n in range(4, 8)]
+    disk.store(*large, *small)
+    stored = slots.image(9, 50_000)
+    assert disk.store(stored, delete_first=[piece.key for piece in [*small, *large]]).done
+    assert files_below(root) == {file_of(root, stored.key)}
+
+
+def test_what_left_for_a_store_that_is_refused_is_removed(disk, slots, root):
+    old = slots.image(1)
+    disk.store(old)
+    assert disk.store(slots.blank(key_of(2), len(old.image)), delete_first=[old.key]).failed
+    assert not files_below(root)
+
+
+def test_what_left_is_removed_when_the_tier_closes_before_the_store(disk, slots, root, gate, monkeypatch):
+    old, hold = slots.image(1), slots.image(2, 3000)
+    disk.store(old)
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: (gate.pass_through(), write(*args))[1])
+    for n in range(3):
+        disk.submit(JobKind.STORE, [slots.image(10 + n, 3000)])
+    gate.wait_for(3)
+    disk.submit(JobKind.STORE, [hold, slots.image(3)], delete_first=[old.key])
+    gate.wait_for(4)
+    assert not file_of(root, old.key).exists()
+    closing = threading.Thread(target=disk.tier.close)
+    closing.start()
+    gate.open()
+    closing.join()
+    assert not list(root.rglob("*.tmp"))
+
+
+def test_a_read_of_what_is_written_over_meanwhile_fails(make_disk, slots, gate, monkeypatch):
+    disk = make_disk()
+    old, new = slots.image(1, 100_000), slots.image(2, 100_000)
+    disk.store(old)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: (gate.pass_through(), read(*args))[1])
+    load_id = disk.submit(JobKind.LOAD, [slots.blank_for(old)])
+    gate.wait_for()
+    store_id = disk.submit(JobKind.STORE, [new], delete_first=[old.key])
+    results = []
+    while not results:
+        results = disk.tier.poll()
+    assert [result.job_id for result in results] == [store_id]
+    gate.open()
+    assert disk.settle()[load_id].failed == ((old.key, "corrupt"),)
+    assert load(disk, slots, new) == ("done", True)
 
 
 # Whose the directory is

@@ -301,7 +301,7 @@ def test_a_disk_that_cannot_be_written_fails_stores_and_says_so_once(disk, slots
 
 def test_a_deletion_that_failed_is_made_up_for(disk, slots, faulty_os, root):
     """The store counts it as gone, so it must not stay."""
-    old, new = slots.image(1), slots.image(2)
+    old, new = slots.image(1), slots.image(2, 3000)  # of another size, lest it is written over the old one
     disk.store(old)
     faulty_os.faults["unlink"] = errno.EIO
     assert disk.store(new, delete_first=[old.key]).failed == ((new.key, "unavailable"),)

@@ -146,6 +146,20 @@ def test_foreign_files_are_left_alone(disk, stored, root):
     assert {path.read_text() for path in [*names, wrong_shard]} == {"mine"}
 
 
+def test_a_folder_that_may_not_be_looked_into_is_passed_by(disk, stored, root, monkeypatch):
+    """Such as lost+found, when the directory is a file system of its own."""
+    (root / "lost+found").mkdir()
+    look = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("lost+found"):
+            raise PermissionError(13, "Permission denied", path)
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert len(keys_of(disk)) == len(stored)
+
+
 def test_links_are_not_followed(disk, stored, root, tmp_path):
     outside = tmp_path / "outside"
     path = file_of(root, stored[0].key)

@@ -40,7 +40,7 @@ class Recorder:
         self.gate = gate
         self.calls = []
 
-    def __call__(self, kind, piece):
+    def __call__(self, kind, piece, job):
         if piece.key == b"hold":
             self.gate.pass_through()
         else:
@@ -84,7 +84,7 @@ def test_an_early_store_keeps_its_place_when_it_first_deletes(recorder, gate):
 def test_the_pieces_of_a_job_run_at_the_same_time():
     barrier = threading.Barrier(4)
 
-    def run(kind, piece):
+    def run(kind, piece, job):
         barrier.wait(WAIT_SECONDS)
 
     with working(run, num_threads=4) as workers:
@@ -95,7 +95,7 @@ def test_the_pieces_of_a_job_run_at_the_same_time():
 def test_no_piece_begins_before_the_deletions_have_ended():
     calls, lock = [], threading.Lock()
 
-    def run(kind, piece):
+    def run(kind, piece, job):
         with lock:
             calls.append(kind)
         return ABSENT if kind is DELETE else None
@@ -109,21 +109,21 @@ def test_no_piece_begins_before_the_deletions_have_ended():
 
 
 def test_nothing_is_stored_when_room_could_not_be_made():
-    with working(lambda kind, piece: UNAVAILABLE if kind is DELETE else None) as workers:
+    with working(lambda kind, piece, job: UNAVAILABLE if kind is DELETE else None) as workers:
         workers.submit(job(1, STORE, b"a", b"b", delete_first=(b"x", b"y")))
         assert settle(workers)[1] == JobResult(1, (), ((b"a", UNAVAILABLE), (b"b", UNAVAILABLE)))
         assert workers.counters == TierCounters(store_unavailable=2, delete_unavailable=1)
 
 
 def test_a_job_without_pieces_ends():
-    with working(lambda kind, piece: None) as workers:
+    with working(lambda kind, piece, job: None) as workers:
         workers.submit(job(1, LOAD))
         workers.submit(job(2, STORE, delete_first=(b"x",)))
         assert settle(workers) == {1: JobResult(1, ()), 2: JobResult(2, ())}
 
 
 def test_an_exception_fails_its_piece_and_not_its_thread(caplog):
-    def run(kind, piece):
+    def run(kind, piece, job):
         if piece.key.startswith(b"bad"):
             msg = "out of order"
             raise RuntimeError(msg)
@@ -139,7 +139,7 @@ def test_an_exception_fails_its_piece_and_not_its_thread(caplog):
 
 
 def test_a_fault_of_whoever_is_told_costs_no_thread(caplog):
-    with working(lambda kind, piece: None, on_result=lambda: 1 / 0) as workers:
+    with working(lambda kind, piece, job: None, on_result=lambda: 1 / 0) as workers:
         for n in range(3):
             workers.submit(job(n, LOAD, b"a"))
         assert len(settle(workers)) == 3
@@ -225,7 +225,7 @@ def test_what_is_overdue_is_told_once(recorder, gate):
 
 def test_outcomes_are_counted():
     reasons = {b"a": None, b"b": ABSENT, b"c": CORRUPT, b"d": UNAVAILABLE}
-    with working(lambda kind, piece: reasons[piece.key], num_threads=3) as workers:
+    with working(lambda kind, piece, job: reasons[piece.key], num_threads=3) as workers:
         workers.submit(job(1, LOAD, *b"a b c d".split()))
         workers.submit(job(2, STORE, *b"a a c d d".split()))
         workers.submit(job(3, DELETE, *b"a b d".split()))
@@ -239,7 +239,7 @@ def test_outcomes_are_counted():
 
 def test_an_idle_thread_holds_no_slot():
     buffer = bytearray(8)
-    with working(lambda kind, piece: None) as workers:
+    with working(lambda kind, piece, job: None) as workers:
         workers.submit(TierJob(1, LOAD, (Piece(b"a", memoryview(buffer)),)))
         settle(workers)
         done = threading.Event()

@@ -41,10 +41,12 @@ class Core:
     def _is_reachable(self, entry: Entry, search_range: Container[str] | None) -> bool:
         if not entry.is_usable:
             return False
+        if entry.state is ChunkState.READY and (search_range is None or RAM in search_range):
+            return True
         is_in_tier = self.tiering.book_of(entry, search_range) is not None
         if entry.state is ChunkState.ABSENT:
             return is_in_tier and not self.is_frozen
-        return is_in_tier or search_range is None or Medium.RAM.value in search_range
+        return is_in_tier or search_range is None
 
     def _pin_all(self, lease: Lease, entries: Sequence[Entry], search_range: Container[str] | None) -> None:
         # Pin all before giving slots to any: a prompt's own chunks must not make room for one another.

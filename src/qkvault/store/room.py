@@ -84,8 +84,12 @@ class Room:
         self.policy.add(entry.key)
 
     def take(self, entry: Entry, *, keep_slot: bool = False) -> int:
-        """Take the slot away from ``entry`` and free it, unless ``keep_slot`` (quarantine). Returns its offset."""
+        """Take the slot away from ``entry`` and free it, unless ``keep_slot`` (quarantine). Returns its offset.
+
+        Its header is wiped: the next slot there may begin elsewhere, and would leave the old one to late readers.
+        """
         offset = entry.offset
+        wipe_header(self.image(entry))
         if not keep_slot:
             self.pool.free(offset)
         entry.offset = NOWHERE

@@ -129,8 +129,7 @@ class FakeEngine:
 
     def snapshot(self) -> Elements:
         """A copy of each block: ``[blocks, elements of a block]``."""
-        blocks: Elements = self.memory.swapaxes(0, self.layout.order.index("B")).reshape(self.num_blocks, -1)
-        return blocks.copy()
+        return np.array([block.ravel() for block in self.memory.swapaxes(0, self.layout.order.index("B"))])
 
     def _places(self, table: Sequence[int], start: int, stop: int) -> tuple[Elements, Elements]:
         """The block and the place in it of each position."""

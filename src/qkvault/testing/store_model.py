@@ -91,18 +91,16 @@ class StoreModel:
         self.images: dict[bytes, ModelChunk] = {}  # what may be found now
         self.history: defaultdict[bytes, list[ModelChunk]] = defaultdict(list)  # what a lease may still give
         self.writing: dict[int, dict[bytes, ModelChunk]] = {}  # by write lease
-        self.contents: defaultdict[str, set[bytes]] = defaultdict(set)  # by tier, as the events tell
+        self.contents: defaultdict[str, dict[bytes, bytes]] = defaultdict(dict)  # by tier: key to parent
 
     def reserved(self, lease_id: int, chunks: Iterable[ModelChunk]) -> None:
         """``chunks`` have slots under a write lease."""
         self.writing[lease_id] = {chunk.key: chunk for chunk in chunks}
 
-    def committed(self, lease_id: int, keys: Iterable[bytes] | None = None) -> int:
-        """The lease is committed, or ``keys`` of it. Returns how many chunks a store may publish at most."""
-        written = self.writing.pop(lease_id, {})
-        chunks = [written[key] for key in (written if keys is None else keys) if key in written]
-        self.admit(chunks)
-        return len(chunks)
+    def committed(self, lease_id: int, keys: Iterable[bytes]) -> None:
+        """The lease was committed, and ``keys`` of it published."""
+        written = self.writing.pop(lease_id)
+        self.admit(written[key] for key in keys)
 
     def aborted(self, lease_id: int) -> None:
         """The lease has ended without a commit."""
@@ -114,18 +112,26 @@ class StoreModel:
             self.images[chunk.key] = chunk
             self.history[chunk.key].append(chunk)
 
+    def forgotten(self, key: bytes) -> None:
+        """``key`` is not to be found any more."""
+        self.images.pop(key, None)
+
     def cleared(self) -> None:
         """Everything is forgotten. Leases live on: what was leased may be read, what is being written never appears."""
         self.images.clear()
         self.writing = {lease_id: {} for lease_id in self.writing}
 
     def hear(self, events: Iterable[StoreEvent]) -> None:
-        """Follow the store's events. A chunk comes to a tier once before it leaves it once."""
+        """Follow the store's events: a chunk comes before it leaves, and is not evicted before its children."""
         for event in events:
-            keys = self.contents[event.tier]
-            assert (event.key in keys) != event.stored, f"told twice: {event}"
+            here = self.contents[event.tier]
+            assert (event.key in here) != event.stored, f"told twice: {event}"
             assert bool(event.reason) != event.stored, f"a removal has a reason, a store none: {event}"
-            keys.symmetric_difference_update([event.key])
+            if event.stored:
+                here[event.key] = event.parent
+            else:
+                del here[event.key]
+                assert event.reason != "evicted" or event.key not in here.values(), f"a head before its tail: {event}"
 
     def check_lookup(
         self,

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Final
 
 from qkvault.errors import ConfigError
-from qkvault.image import ALIGNMENT_BYTES, Header, align_up, read_header, seal, sketch_of, verify_payload
+from qkvault.image import ALIGNMENT_BYTES, Header, align_up, read_header, seal, verify_payload
 from qkvault.logs import get_logger
 from qkvault.tiers import disk_files as files
+from qkvault.tiers import disk_listing as listing
 from qkvault.tiers.base import Found, JobKind, JobResult, Piece, Tier, TierJob
 from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, TierCounters, Workers
 from qkvault.types import Medium
 
 PROBE_SECONDS: Final = 2.0
 SCAN_BATCH: Final = 128  # chunks, whose files are open at the same time
-_MAX_HEAD_BYTES: Final = 1 << 22
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_THE_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # this process is short of something
 
@@ -77,6 +77,7 @@ class DiskTier(Tier):
         self._is_probing = False  # set by the caller's thread, cleared by the worker that has probed
         self._room_bytes = 0  # image that did not fit; by workers
         self._owed: deque[bytes] = deque()  # keys whose removal failed, removed before writing recovers; by workers
+        self._spares = files.Spares()
         self._head_bytes = ALIGNMENT_BYTES  # longest header seen, read of a file at first; a lost update costs a read
         self._is_purged = False
         self._lock = files.DirectoryLock(self._root)
@@ -136,63 +137,55 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         self._workers.close()
+        self._spares.drop()
         self._lock.release(remove=self._is_purged)
 
     def scan(self) -> Iterator[Sequence[Found]]:
         """Reads the headers of all files; payloads are checked when they are loaded. See the interface."""
         start = time.monotonic()
         num_found = num_removed = 0
-        listing: list[tuple[int, int, str, bytes]] = []  # modified, file bytes, path, key
+        chunks: list[tuple[int, int, str, bytes]] = []  # modified, bytes of the file, path, key
         try:
-            for entry in files.walk(self._root):
-                if entry.kind is files.FileKind.CHUNK:
-                    listing.append((entry.modified, entry.num_bytes, entry.path, entry.key))
-                elif entry.kind is files.FileKind.TEMPORARY and entry.owner != self._owner:
-                    num_removed += _remove(entry.path)
-            listing.sort()
-            for at in range(0, len(listing), SCAN_BATCH):
-                batch = listing[at : at + SCAN_BATCH]
+            for entry in listing.walk(self._root):
+                if entry.kind is listing.FileKind.CHUNK:
+                    chunks.append((entry.modified, entry.num_bytes, entry.path, entry.key))
+                elif entry.kind is listing.FileKind.TEMPORARY and entry.owner != self._owner:
+                    num_removed += listing.remove(entry.path)
+            chunks.sort()
+            for at in range(0, len(chunks), SCAN_BATCH):
+                batch = chunks[at : at + SCAN_BATCH]
                 found = []
-                heads = self._headers_of([path for _, _, path, _ in batch])
-                for (_, num_bytes, path, key), header in zip(batch, heads, strict=True):
-                    if header is not None and header.key == key and _file_bytes(header) == num_bytes:
-                        found.append(_found(header, num_bytes))
-                    elif _size_of(path) == num_bytes:  # else it was written again meanwhile
-                        num_removed += _remove(path)
+                headers = self._headers_of([path for _, _, path, _ in batch])
+                for (_, num_bytes, path, key), header in zip(batch, headers, strict=True):
+                    chunk = listing.found_in(header, key)
+                    if chunk is not None and chunk.stored_bytes == num_bytes:
+                        found.append(chunk)
+                    elif listing.size_of(path) == num_bytes:  # else it was written again meanwhile
+                        num_removed += listing.remove(path)
                 num_found += len(found)
                 if found:
                     yield found
         except OSError as error:
-            self._judge(error)
+            self._judge(error, self._reads)
             _log.warning("disk_scan_ended_early", tier=self.name, path=self._root, error=error)
-        seconds = time.monotonic() - start
-        _log.info("disk_scanned", tier=self.name, chunks=num_found, removed=num_removed, seconds=seconds)
+        fields = {"chunks": num_found, "removed": num_removed, "seconds": time.monotonic() - start}
+        _log.info("disk_scanned", tier=self.name, **fields)
 
     def find(self, keys: Sequence[bytes]) -> list[Found]:
         if not self._reads.is_up:
             return []
-        found = []
-        paths = [files.path_of(self._root, key) for key in keys]
+        found, paths = [], [files.path_of(self._root, key) for key in keys]
         with suppress(OSError):
             for path, key, header in zip(paths, keys, self._headers_of(paths), strict=True):
-                if header is not None and header.key == key and _size_of(path) == _file_bytes(header):
-                    found.append(_found(header, _file_bytes(header)))
+                chunk = listing.found_in(header, key)
+                if chunk is not None and chunk.stored_bytes == listing.size_of(path):
+                    found.append(chunk)
         return found
 
     def purge(self) -> int:
-        """Remove all chunks and what is left of some; files that are not ours stay. Returns how many were removed.
-
-        Blocks. Called before ``close``, which then removes the lock as well, and with no job under way. Files that
-        cannot be removed are left.
-        """
-        num_removed = 0
-        with suppress(OSError):
-            for entry in files.walk(self._root):
-                if entry.kind is not files.FileKind.FOREIGN:
-                    num_removed += _remove(entry.path)
-            files.remove_empty_folders(self._root)
+        """See the interface. Files that are not ours stay; ``close`` then removes the lock as well."""
         self._is_purged = True
-        return num_removed
+        return listing.remove_all(self._root)
 
     def _tend(self) -> None:
         """Look after what hangs and what is down. By the caller's thread; does not block."""
@@ -213,13 +206,13 @@ class DiskTier(Tier):
 
     # All that follows runs on the worker threads, or on the one that scans.
 
-    def _run(self, kind: JobKind, piece: Piece) -> str | None:
+    def _run(self, kind: JobKind, piece: Piece, job: TierJob) -> str | None:
         try:
             if kind is JobKind.LOAD:
                 return self._load(piece) if self._reads.is_up else UNAVAILABLE
             if kind is JobKind.STORE:
                 return self._store(piece) if self._writes.is_up else UNAVAILABLE
-            return self._delete(piece)
+            return self._delete(piece, job)
         except OSError as error:
             if kind is JobKind.LOAD and self._is_only_of_file(error):
                 return self._discard(piece, str(error))
@@ -244,27 +237,34 @@ class DiskTier(Tier):
         return None
 
     def _store(self, piece: Piece) -> str | None:
-        try:
-            image_bytes = _image_bytes(read_header(piece.image), piece)
-        except ValueError:
-            image_bytes = None
+        spare = self._spares.take(align_up(len(piece.image)))
+        image_bytes = _stored_image_bytes(piece)
         if image_bytes is None:
+            if spare is not None:
+                listing.remove(spare)
             return CORRUPT
         seal(piece.image)
-        path = files.path_of(self._root, piece.key)
-        temporary = files.temporary_of(path, self._owner, next(self._numbers))
+        image, path = piece.image[:image_bytes], files.path_of(self._root, piece.key)
         try:
-            files.write_image(path, temporary, piece.image[:image_bytes], direct=self._direct)
+            if spare is not None:
+                files.make_folders(path)  # first, lest all is written before the rename finds them missing
+            files.write_image(path, spare or self._temporary_of(path), image, direct=self._direct)
         except FileNotFoundError:
             if not self._lock.is_held:
                 raise
             files.make_folders(path)
-            files.write_image(path, temporary, piece.image[:image_bytes], direct=self._direct)
+            files.write_image(path, self._temporary_of(path), image, direct=self._direct)
         return None
 
-    def _delete(self, piece: Piece) -> str | None:
+    def _delete(self, piece: Piece, job: TierJob) -> str | None:
+        path = files.path_of(self._root, piece.key)
         try:
-            Path(files.path_of(self._root, piece.key)).unlink()
+            num_bytes = listing.size_of(path) if job.kind is JobKind.STORE and self._writes.is_up else None
+            num_wanted = sum(align_up(len(other.image)) == num_bytes for other in job.pieces)
+            if num_bytes is not None and self._spares.count(num_bytes) < num_wanted:
+                self._spares.keep(path, self._temporary_of(path), num_bytes)
+            else:
+                Path(path).unlink()
         except OSError as error:
             if isinstance(error, FileNotFoundError) and self._lock.is_held:
                 return ABSENT
@@ -274,8 +274,11 @@ class DiskTier(Tier):
             self._writes.hasten()
         return None
 
+    def _temporary_of(self, path: str) -> str:
+        return files.temporary_of(path, self._owner, next(self._numbers))
+
     def _discard(self, piece: Piece, why: str) -> str:
-        _remove(files.path_of(self._root, piece.key))
+        listing.remove(files.path_of(self._root, piece.key))
         _log.debug("chunk_corrupt", tier=self.name, key=piece.key, why=why)
         return CORRUPT
 
@@ -300,9 +303,7 @@ class DiskTier(Tier):
 
         Raises OSError if the disk cannot be read.
         """
-        num_bytes = self._head_bytes
-        for path, head in zip(paths, files.read_heads(paths, num_bytes), strict=True):
-            header = _header_of(path, head, num_bytes)
+        for header in listing.read_headers(paths, self._head_bytes):
             if isinstance(header, Header):
                 self._head_bytes = max(self._head_bytes, header.header_bytes)
                 yield header
@@ -324,6 +325,7 @@ class DiskTier(Tier):
                 while self._owed:
                     Path(files.path_of(self._root, self._owed[0])).unlink(missing_ok=True)
                     self._owed.popleft()
+                self._spares.drop()
                 self._room_bytes = 0
                 self._writes.recover()
         except (OSError, ConfigError) as error:
@@ -341,44 +343,8 @@ def _image_bytes(header: Header, piece: Piece) -> int | None:
     return image_bytes if header.key == piece.key and fits else None
 
 
-def _file_bytes(header: Header) -> int:
-    return align_up(header.header_bytes + header.payload_bytes)
-
-
-def _header_of(path: str, head: bytes | OSError, num_bytes: int) -> Header | OSError | None:
-    """The header in ``head``, which is what reading ``num_bytes`` of the file gave; reads more if need be."""
-    while not isinstance(head, OSError):
-        try:
-            return read_header(memoryview(head))
-        except ValueError:
-            if len(head) < num_bytes or num_bytes >= _MAX_HEAD_BYTES:
-                return None  # it was not for want of bytes
-        num_bytes *= 4
-        (head,) = files.read_heads([path], num_bytes)
-    return head
-
-
-def _size_of(path: str) -> int | None:
+def _stored_image_bytes(piece: Piece) -> int | None:
     try:
-        return Path(path).lstat().st_size
-    except OSError:
+        return _image_bytes(read_header(piece.image), piece)
+    except ValueError:
         return None
-
-
-def _found(header: Header, stored_bytes: int) -> Found:
-    return Found(
-        key=header.key,
-        parent=header.parent,
-        sketch=sketch_of(header.tokens),
-        num_tokens=header.num_tokens,
-        image_bytes=header.header_bytes + header.payload_bytes,
-        stored_bytes=stored_bytes,
-    )
-
-
-def _remove(path: str) -> bool:
-    try:
-        Path(path).unlink()
-    except OSError:
-        return False
-    return True

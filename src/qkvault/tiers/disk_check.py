@@ -13,6 +13,7 @@ import msgspec
 from qkvault.errors import ConfigError
 from qkvault.image import ALIGNMENT_BYTES, Header, align_up, read_header, verify_payload
 from qkvault.tiers import disk_files as files
+from qkvault.tiers.disk_listing import Entry, FileKind, walk
 
 MAX_PROBLEMS: Final = 100  # that are listed; all are counted
 
@@ -57,7 +58,7 @@ def check_directory(
         lock.take()
     try:
         check = _Check(fix=fix)
-        entries = sorted(files.walk(root))
+        entries = sorted(walk(root))
         for number, entry in enumerate(entries, 1):
             check.look_at(entry)
             if progress is not None:
@@ -77,12 +78,12 @@ class _Check:
         self._parents: dict[bytes, bytes] = {}  # whole chunk -> the chunk before it
         self._buffer = memoryview(mmap.mmap(-1, ALIGNMENT_BYTES))  # page-aligned, as long as the longest file so far
 
-    def look_at(self, entry: files.Entry) -> None:
+    def look_at(self, entry: Entry) -> None:
         """Count ``entry``, and remove it if it is wrong and to be fixed."""
-        if entry.kind is files.FileKind.FOREIGN:
+        if entry.kind is FileKind.FOREIGN:
             self._count("foreign", entry.num_bytes)
             return
-        if entry.kind is files.FileKind.TEMPORARY:
+        if entry.kind is FileKind.TEMPORARY:
             outcome, problem = "temporary", "not finished"
         else:
             try:
@@ -111,7 +112,7 @@ class _Check:
         for name, by in ((outcome, 1), (f"{outcome}_bytes", num_bytes)):
             self._counts[name] = self._counts.get(name, 0) + by
 
-    def _verify(self, entry: files.Entry) -> Header:
+    def _verify(self, entry: Entry) -> Header:
         num_bytes = align_up(entry.num_bytes)
         if num_bytes > len(self._buffer):
             self._buffer = memoryview(mmap.mmap(-1, num_bytes))

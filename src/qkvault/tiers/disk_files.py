@@ -14,13 +14,12 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from qkvault.errors import ConfigError
 from qkvault.image import ALIGNMENT_BYTES, align_up
@@ -32,32 +31,10 @@ TEMPORARY_SUFFIX: Final = ".tmp"
 LOCK_NAME: Final = ".lock"
 PROBE_NAME: Final = ".probe"
 
-_SPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
-_SHARD_NAME: Final = re.compile(r"[0-9a-f]{2}")
-_FILE_NAME: Final = re.compile(r"([0-9a-f]{64})(?:\.qkv|\.([0-9a-f]+)-[0-9]+\.tmp)")
 _SHARD_DIGITS: Final = 2
-_OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # non-blocking, lest a FIFO hold up a thread
+OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # non-blocking, lest a FIFO hold up a thread
 
 _log = get_logger("tiers")
-
-
-class FileKind(str, Enum):
-    """What a name in the directory says its file is."""
-
-    CHUNK = "chunk"
-    TEMPORARY = "temporary"
-    FOREIGN = "foreign"
-
-
-class Entry(NamedTuple):
-    """A file below the root. ``key`` is what its name says; empty for a foreign file."""
-
-    path: str
-    kind: FileKind
-    key: bytes
-    owner: str  # of a temporary file
-    num_bytes: int
-    modified: int  # nanoseconds
 
 
 class WrongSize(ValueError):
@@ -88,11 +65,11 @@ def make_folders(path: str) -> None:
 def write_image(path: str, temporary: str, image: memoryview, *, direct: bool) -> None:
     """Write ``image`` to ``temporary``, padded with zeros, and rename it to ``path``: whole, or not at all.
 
-    Raises FileNotFoundError if their folder is not there. Not synced: what a power cut leaves is told from a whole
-    chunk by its check sums.
+    ``temporary`` may be a file of the same length, to be written over. Raises FileNotFoundError if a folder is not
+    there. Not synced: what a power cut leaves is told from a whole chunk by its check sums.
     """
-    descriptor = _create(temporary)
     try:
+        descriptor = _create(temporary)
         try:
             padded_bytes = align_up(len(image))
             parts = _padded(image)
@@ -112,7 +89,7 @@ def read_image(path: str, image: memoryview, *, direct: bool, touch: bool = True
 
     Raises FileNotFoundError if it is not there, WrongSize if it is not exactly as long as the padded image.
     """
-    descriptor = os.open(path, os.O_RDONLY | _OPEN)
+    descriptor = os.open(path, os.O_RDONLY | OPEN)
     try:
         status = os.fstat(descriptor)
         padded_bytes = align_up(len(image))
@@ -133,45 +110,9 @@ def read_image(path: str, image: memoryview, *, direct: bool, touch: bool = True
         os.close(descriptor)
 
 
-def read_heads(paths: Sequence[str], num_bytes: int) -> list[bytes | OSError]:
-    """Up to ``num_bytes`` from the start of each file, or why not. Holds all files open at the same time.
-
-    Through the page cache, and all are asked for before the first is waited for: on a cold cache that is five times
-    as fast as one after the other.
-    """
-    opened = [_open_ahead(path, num_bytes) for path in paths]
-    return [_read_and_close(descriptor, num_bytes) for descriptor in opened]
-
-
-def walk(root: str) -> Iterator[Entry]:
-    """Every file below ``root`` but the lock, in no order. Follows no links; what vanishes meanwhile is left out."""
-    for top in _list(root):
-        if top.name in (LOCK_NAME, PROBE_NAME):
-            continue
-        if not _is_folder(top, _SPACE_NAME):
-            yield from _foreign(top)
-            continue
-        for shard in _list(top.path):
-            if not _is_folder(shard, _SHARD_NAME):
-                yield from _foreign(shard)
-                continue
-            for file in _list(shard.path):
-                if (entry := _entry(file, top.name, shard.name)) is not None:
-                    yield entry
-
-
-def remove_empty_folders(root: str) -> None:
-    """Remove the folders of spaces and shards that hold nothing any more."""
-    for top in _list(root):
-        if _is_folder(top, _SPACE_NAME):
-            for folder in (*(shard.path for shard in _list(top.path) if _is_folder(shard, _SHARD_NAME)), top.path):
-                with suppress(OSError):  # not empty
-                    Path(folder).rmdir()
-
-
 def probe_read(root: str, *, direct: bool) -> None:
     """Read a few bytes from the disk. Raises OSError if that does not work."""
-    descriptor = os.open(f"{root}/{LOCK_NAME}", os.O_RDONLY | _OPEN)
+    descriptor = os.open(f"{root}/{LOCK_NAME}", os.O_RDONLY | OPEN)
     try:
         _transfer(os.preadv, descriptor, [_page()], 1, direct=direct)
     finally:
@@ -190,6 +131,39 @@ def probe_write(root: str, room_bytes: int, *, direct: bool) -> None:
     finally:
         os.close(descriptor)
         Path(path).unlink()
+
+
+class Spares:
+    """Files of chunks that had to leave for a store, for that store to write over: no blocks to free and to find.
+
+    On some file systems that doubles what a full tier takes in a second. Any thread may call; deques keep it right.
+    """
+
+    def __init__(self) -> None:
+        self._paths: dict[int, deque[str]] = {}  # bytes of the file -> temporary names
+
+    def count(self, num_bytes: int) -> int:
+        """How many there are of ``num_bytes``."""
+        return len(self._paths.get(num_bytes, ()))
+
+    def keep(self, path: str, temporary: str, num_bytes: int) -> None:
+        """Rename the file at ``path``, of ``num_bytes``, to ``temporary``, and keep it. Raises OSError."""
+        Path(path).rename(temporary)
+        self._paths.setdefault(num_bytes, deque()).append(temporary)
+
+    def take(self, num_bytes: int) -> str | None:
+        """A file of exactly ``num_bytes``, if there is one."""
+        try:
+            return self._paths.get(num_bytes, deque()).popleft()
+        except IndexError:
+            return None
+
+    def drop(self) -> None:
+        """Remove all."""
+        for num_bytes in list(self._paths):
+            while (path := self.take(num_bytes)) is not None:
+                with suppress(OSError):
+                    Path(path).unlink()
 
 
 class DirectoryLock:
@@ -215,7 +189,7 @@ class DirectoryLock:
         while not self.is_held:
             self.release()
             # Kept open for reading only: one that may write would keep an operator from remounting read-only.
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | _OPEN, 0o600)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | OPEN, 0o600)
             try:
                 self._lock(descriptor)
                 if self._is_there(descriptor):  # else its last owner removed it before he let go: take the new one
@@ -254,29 +228,8 @@ class DirectoryLock:
         return (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev)
 
 
-def _open_ahead(path: str, num_bytes: int) -> int | OSError:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _OPEN)
-    except OSError as error:
-        return error
-    with suppress(OSError):  # what cannot be read ahead, such as a pipe
-        os.posix_fadvise(descriptor, 0, num_bytes, os.POSIX_FADV_WILLNEED)
-    return descriptor
-
-
-def _read_and_close(descriptor: int | OSError, num_bytes: int) -> bytes | OSError:
-    if isinstance(descriptor, OSError):
-        return descriptor
-    try:
-        return os.pread(descriptor, num_bytes, 0)
-    except OSError as error:
-        return error
-    finally:
-        os.close(descriptor)
-
-
 def _create(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | OPEN, 0o600)
 
 
 def _page() -> memoryview:
@@ -331,36 +284,3 @@ def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
             left.append(part[num_bytes:])
         num_bytes = max(0, num_bytes - len(part))
     return left
-
-
-def _list(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
-
-
-def _is_folder(entry: os.DirEntry[str], pattern: re.Pattern[str]) -> bool:
-    return pattern.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
-
-
-def _foreign(entry: os.DirEntry[str]) -> Iterator[Entry]:
-    if entry.is_dir(follow_symlinks=False):
-        for inner in _list(entry.path):
-            yield from _foreign(inner)
-    elif (found := _entry(entry)) is not None:
-        yield found
-
-
-def _entry(file: os.DirEntry[str], space: str = "", shard: str = "") -> Entry | None:
-    try:
-        status = file.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    match = _FILE_NAME.fullmatch(file.name) if space else None
-    if match is None or not match[1].startswith(shard) or not stat.S_ISREG(status.st_mode):
-        return Entry(file.path, FileKind.FOREIGN, b"", "", status.st_size, status.st_mtime_ns)
-    kind = FileKind.TEMPORARY if match[2] else FileKind.CHUNK
-    key = bytes.fromhex(space + match[1])
-    return Entry(file.path, kind, key, match[2] or "", status.st_size, status.st_mtime_ns)

@@ -97,13 +97,14 @@ class Workers:
         self,
         name: str,
         num_threads: int,
-        run: Callable[[JobKind, Piece], str | None],
+        run: Callable[[JobKind, Piece, TierJob], str | None],
         on_result: Callable[[], None],
     ) -> None:
         """Start threads called ``qkvault-<name>-<n>``.
 
-        ``run(kind, piece)`` does one piece on one of them and returns None, or the reason why not. What it raises is
-        logged and counts as ``unavailable``. ``on_result()`` is called, without a lock, after a job has ended.
+        ``run(kind, piece, job)`` does one piece of a job on one of them and returns None, or the reason why not; what a
+        STORE deletes first comes as DELETE. What it raises is logged and counts as ``unavailable``. ``on_result()`` is
+        called, without a lock, after a job has ended.
         """
         self._name = name
         self._run = run
@@ -185,8 +186,7 @@ class Workers:
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> bool:
         """Let running pieces end, fail the others, and join the threads. Idempotent.
 
-        Blocks, but not for ever: False if a thread hangs in a call that does not come back; it is then left behind,
-        and so is the job it works on.
+        Blocks, but not for ever: False if a thread hangs in a call; it is then left behind, with the job it works on.
         """
         with self._lock:
             self._is_closing = True
@@ -234,12 +234,13 @@ class Workers:
     def _do(self, task: _Task) -> str | None:
         if task.call is not None:
             task.call()
-        elif task.piece is not None and task.kind is not None:
-            return self._run(task.kind, task.piece)
         elif task.progress is not None:
-            for key in task.progress.job.delete_first:
+            job = task.progress.job
+            if task.piece is not None:
+                return self._run(job.kind, task.piece, job)
+            for key in job.delete_first:
                 piece = Piece(key, memoryview(b""))
-                reason = self._run(JobKind.DELETE, piece)
+                reason = self._run(JobKind.DELETE, piece, job)
                 with self._lock:
                     self._count(JobKind.DELETE, piece, reason)
                 if reason not in (None, ABSENT):

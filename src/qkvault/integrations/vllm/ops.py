@@ -12,7 +12,7 @@ from qkvault.transfer import LoadItem, SaveItem
 class LoadOp(NamedTuple):
     """Copy leased chunks into blocks of a request that waits for them.
 
-    ``block_ids`` are all blocks that vLLM expects to be filled; ``items`` fill them in order. What they leave has failed.
+    ``block_ids`` are the blocks that vLLM wants filled; ``items`` fill them in order. What they leave has failed.
     """
 
     request_id: str

@@ -1,0 +1,1 @@
+"""Benches of a whole serving engine."""

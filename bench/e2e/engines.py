@@ -1,0 +1,149 @@
+"""Lives of engines as the bench sees them, and which connectors there are to compare."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bench import children
+from bench.children import Child
+from bench.machine import ROOT
+from bench.peers import MALLOC_TUNED, QUIET
+from bench.rawfiles import folder_bytes
+from bench.samples import Sample, Skip
+from bench.settings import Settings
+
+START_SECONDS: Final = 600.0
+SETTLE_SECONDS: Final = 1.0  # for connectors that store after they have answered
+CORES: Final = "0-1"  # else vLLM keeps a core back in its default mode, and modes cannot be compared
+
+
+class Connector(NamedTuple):
+    """A connector: what to tell vLLM, in which environment, and what of it is measured."""
+
+    case: str  # how --case names it
+    name: str
+    config: dict[str, object] | None
+    env: dict[str, str]
+    is_peer: bool = False  # runs in the peer's environment
+    folder: Path | None = None  # what survives a restart lies here
+
+
+class Answer(NamedTuple):
+    """What an engine says of one prompt."""
+
+    sample: Sample
+    cached: int  # tokens it did not compute
+    tokens: list[int]
+
+
+def ours(ram: str, disk: Path | None = None) -> dict[str, object]:
+    """Our connector."""
+    extra: dict[str, object] = {"qkvault.ram_bytes": ram}
+    if disk is not None:
+        extra["qkvault.disk_path"] = str(disk)
+    return {"kv_connector": "QKVaultConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def lmcache(chunk_tokens: int, *, is_tuned: bool = False) -> Connector:
+    """LMCache in process, in RAM."""
+    config: dict[str, object] = {
+        "kv_connector": "LMCacheOnCpu",
+        "kv_connector_module_path": "bench.peers_vllm",
+        "kv_role": "kv_both",
+    }
+    env = {
+        "LMCACHE_CHUNK_SIZE": str(chunk_tokens),
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "2",
+    }
+    if is_tuned:
+        env |= MALLOC_TUNED
+    name = f"LMCache in process, chunks of {chunk_tokens}" + (", malloc tuned" if is_tuned else "")
+    case = f"lmcache-{chunk_tokens}" + ("-tuned" if is_tuned else "")
+    return Connector(case, name, config, env, is_peer=True)
+
+
+def example(folder: Path) -> Connector:
+    """The connector that vLLM ships as an example: a folder of safetensors, whole prompts only."""
+    config: dict[str, object] = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    return Connector("example", "vLLM's ExampleConnector", config, {}, folder=folder)
+
+
+def model_of(settings: Settings) -> Path:
+    """The model's directory. Raises Skip if it is not there."""
+    path = settings.model or Path(runpy.run_path(str(ROOT / "scripts" / "fetch_model.py"))["model_path"]())
+    if not (path / "config.json").is_file():
+        msg = f"no model at {path}: make setup fetches one, --model names another"
+        raise Skip(msg)
+    return path
+
+
+class Life:
+    """One running engine. Raises Skip for whatever goes wrong in it."""
+
+    def __init__(self, settings: Settings, connector: Connector, *, is_multiprocess: bool) -> None:
+        """Begin to start it; ``wait_ready`` tells when it has."""
+        python = settings.peer_python if connector.is_peer else Path(sys.executable)
+        if python is None or not python.exists():
+            msg = f"{connector.name}: no environment with it; --peer-venv names one"
+            raise Skip(msg)
+        self.connector = connector
+        work = {
+            "model": str(model_of(settings)),
+            "dtype": settings.dtype,
+            "connector": connector.config,
+            "seed": settings.seed,
+        }
+        env = QUIET | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_multiprocess else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": CORES,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        command = [str(python), "-m", "bench.e2e.life", json.dumps(work)]
+        self._child = Child(connector.name, command, env | connector.env)
+
+    def wait_ready(self) -> None:
+        """Block until it answers."""
+        self._child.receive(START_SECONDS)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The token ids of a text."""
+        ids = children.ask(self._child, do="tokenize", text=text)["ids"]
+        return list(ids) if isinstance(ids, list) else []
+
+    def ask(self, ids: list[int], num_tokens: int = 1) -> Answer:
+        """Answer a prompt."""
+        told = children.ask(self._child, do="ask", ids=ids, num_tokens=num_tokens)
+        sample = Sample(float(str(told["seconds"])), float(str(told["cpu_seconds"])))
+        tokens = told["tokens"]
+        return Answer(sample, int(str(told["cached"])), list(tokens) if isinstance(tokens, list) else [])
+
+    def drop(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        children.ask(self._child, do="drop")
+        time.sleep(SETTLE_SECONDS if self.connector.is_peer else 0.1)
+
+    def settle_on_disk(self) -> None:
+        """Wait until its folder has stopped growing."""
+        folder, before = self.connector.folder, -1
+        while folder is not None and (now := folder_bytes(folder)) != before:
+            before = now
+            time.sleep(SETTLE_SECONDS)
+
+    def end(self) -> None:
+        """End the engine, and wait until what was begun is finished."""
+        children.ask(self._child, do="end")
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._child.close()

@@ -1,0 +1,112 @@
+"""What the tests of the vLLM connector share: small models, the toy engine, and vLLM's settings for a small machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+# Read by vLLM when it is imported, or when an engine starts.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="0-1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+)
+
+VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 512, 64, 2, 4, 2, 32
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    """A directory with a Llama of random weights, so large that each token of its text hangs on all before it."""
+    import torch
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(3)
+
+    def weight(num_rows: int, num_columns: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(num_rows, num_columns, generator=random) * scale / num_columns**0.5
+
+    weights = {
+        "model.embed_tokens.weight": weight(VOCABULARY, WIDTH, WIDTH**0.5),
+        "model.norm.weight": torch.ones(WIDTH),
+        "lm_head.weight": weight(VOCABULARY, WIDTH, 4),
+    }
+    for layer in range(LAYERS):
+        sizes = {
+            "self_attn.q_proj": (HEADS * HEAD_SIZE, WIDTH, 2),
+            "self_attn.k_proj": (KV_HEADS * HEAD_SIZE, WIDTH, 2),
+            "self_attn.v_proj": (KV_HEADS * HEAD_SIZE, WIDTH, 3),
+            "self_attn.o_proj": (WIDTH, HEADS * HEAD_SIZE, 3),
+            "mlp.gate_proj": (2 * WIDTH, WIDTH),
+            "mlp.up_proj": (2 * WIDTH, WIDTH),
+            "mlp.down_proj": (WIDTH, 2 * WIDTH),
+        }
+        prefix = f"model.layers.{layer}."
+        weights |= {f"{prefix}{name}.weight": weight(*size) for name, size in sizes.items()}
+        weights[f"{prefix}input_layernorm.weight"] = torch.ones(WIDTH)
+        weights[f"{prefix}post_attention_layernorm.weight"] = torch.ones(WIDTH)
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    path.mkdir()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def _sibling(name: str) -> ModuleType:
+    """The module ``name`` of this folder, which is not a package."""
+    full_name = f"qkvault_tests_vllm_{name}"
+    if full_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full_name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[full_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[full_name]
+
+
+@pytest.fixture(scope="session")
+def toy() -> ModuleType:
+    """The module of the toy engine: ``text_of``, ``digests``, its sizes."""
+    return _sibling("toy_engine")
+
+
+@pytest.fixture
+def toy_engine(toy, tiny_model) -> Iterator[Callable[..., object]]:
+    """Starts toy engines, and closes them when the test is over."""
+    engines = []
+
+    def start(**options):
+        engines.append(toy.ToyEngine(tiny_model, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,222 @@
+"""Who leaves when there is no room: on demand, in the policy's order, the tail before its head, never what is held."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from qkvault.types import Outcome
+
+
+def test_eviction_is_on_demand_and_to_the_byte(make_desk):
+    """A full pool is full: one chunk leaves for one that comes, and none before."""
+    desk = make_desk(slots=4)
+    for prompt in ("aa", "bb", "cc", "dd"):
+        desk.save(prompt)
+    desk.assert_cache(ram="aa bb cc dd")
+    desk.save("ee")
+    desk.assert_cache(ram="bb cc dd ee")
+    assert desk.counters.removed == {("ram", "evicted"): 1}
+
+
+def test_what_is_free_counts_towards_what_is_needed(make_desk):
+    """Only the difference is evicted."""
+    desk = make_desk(slots=4)
+    for prompt in ("aa", "bb", "cc"):
+        desk.save(prompt)
+    double = msgspec.structs.replace(desk.chunks("ee")[0].new(), image_bytes=2 * 8192)
+    reserved = desk.store.reserve(1, [double], 0.0)
+    assert reserved.outcomes == (Outcome.RESERVED,)
+    desk.assert_cache(ram="aa bb")  # the one whose slot lies beside the free one... or as few as will do
+    desk.store.abort(1, reserved.lease_id)
+
+
+def test_loads_evict_too(make_desk):
+    """A pool of 28 with 18 residents that may leave takes all of a load of 11."""
+    desk = make_desk(slots=28, caps=[64])
+    wanted = "aabbccddeeffgghhiijjkk"
+    desk.save(wanted)
+    desk.end_jobs()
+    desk.store.clear(lower_tiers=False)
+    for letter in "lmnopqrstuvwxyzABC"[:18]:
+        desk.save(letter * 2)
+    desk.end_jobs()
+    located = desk.lookup(wanted)
+    assert (len(located.ready), located.num_pending) == (0, 11)
+    desk.end_jobs()
+    assert len(desk.read(desk.poll(located))) == 11
+    assert desk.counters.removed["ram", "evicted"] == 1
+
+
+def test_a_load_that_does_not_fit_is_shorter(make_desk):
+    """What there is room for is promoted; the rest is let go."""
+    desk = make_desk(slots=3, caps=[8])
+    desk.save("aabb")
+    desk.save("xxyy", start=0)
+    desk.end_jobs()
+    desk.store.clear(lower_tiers=False)
+    held = desk.lookup("aabb")
+    desk.end_jobs()
+    located = desk.lookup("xxyy")
+    assert (len(located.ready), located.num_pending) == (0, 1)
+    desk.end_jobs()
+    assert desk.read(desk.poll(located)) == [("xx", 32)]
+    assert desk.read(desk.poll(held)) == [("aa", 32), ("aabb", 32)]
+
+
+def test_the_chunks_of_a_prompt_do_not_make_room_for_one_another(make_desk):
+    """A promotion never evicts what the same lookup found."""
+    for policy in ("lru", "mru", "fifo", "lfu"):
+        desk = make_desk(slots=2, caps=[8], policy=policy)
+        desk.save("aabbcc")
+        desk.end_jobs()
+        located = desk.lookup("aabbcc")
+        assert (len(located.ready), located.num_pending) == (2, 0)
+        desk.assert_cache(ram="aa aabb")
+
+
+ORDERS = {
+    "lru": ["bb", "cc", "aa"],
+    "fifo": ["aa", "bb", "cc"],
+    "mru": ["aa", "cc", "bb"],
+    "lfu": ["cc", "bb", "aa"],
+}
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_the_policy_says_who_leaves_first(make_desk, policy):
+    """Used were: aa three times and last, bb twice, cc once."""
+    desk = make_desk(slots=3, policy=policy)
+    for prompt in ("aa", "bb", "cc"):
+        desk.save(prompt)
+    for prompt in ("aa", "bb", "aa", "bb", "cc", "aa"):
+        desk.use(prompt)
+    left = []
+    for prompt in ("xx", "yy", "zz"):
+        before = {desk.names[key] for key in desk.store.room.policy.victims()}
+        reserved = desk.reserve(prompt)
+        left += before - {desk.names[key] for key in desk.store.room.policy.victims()}
+        assert reserved.outcomes == (Outcome.RESERVED,)
+    assert left == ORDERS[policy]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "mru"])
+def test_a_head_never_leaves_before_its_tail(make_desk, policy):
+    """In every order a chain loses its end first."""
+    desk = make_desk(slots=6, policy=policy)
+    desk.save("aabbccdd")
+    desk.use("aa")
+    desk.save("xxyy")
+    desk.reserve("uu")
+    desk.reserve("vv")
+    here = {desk.names[key] for key in desk.store.room.policy.victims()}
+    for name in here:
+        assert name[:-2] in here | {""}
+    assert len(here) == 4
+
+
+def test_what_is_held_stays_with_all_it_hangs_on(make_desk):
+    """A pinned tail holds its head; its siblings may leave."""
+    desk = make_desk(slots=5)
+    desk.save("aabb")
+    desk.save("aacc")
+    desk.save("aaccdd")
+    located = desk.lookup("aaccdd")
+    desk.use("aabb")
+    desk.reserve("uuvvww")
+    desk.assert_cache(ram="aa aacc aaccdd", pins="aa aacc aaccdd uu uuvv")
+    assert len(desk.read(desk.poll(located))) == 3
+
+
+def test_a_long_chain_that_is_held_is_passed_over_quickly(make_desk):
+    """Looking for a victim visits each chunk of a pinned chain once, not once for each of its chunks."""
+    desk = make_desk(slots=402)
+    long = "".join(f"{a}{b}" for a in "abcdefghijklmnopqrst" for b in "ABCDEFGHIJKLMNOPQRST")
+    desk.save(long)
+    held = desk.lookup(long)
+    desk.save("11")
+    desk.save("22")
+    visits = []
+    policy = desk.store.room.policy
+    original = desk.store.index.get
+    desk.store.index.get = lambda key: visits.append(key) or original(key)
+    desk.save("33")
+    assert held.lease_id
+    assert len(visits) < 3 * len(policy)
+    desk.store.index.get = original
+
+
+def test_fragments_are_joined_by_evicting_more(make_desk):
+    """Where what was freed does not lie together more leaves, until a run is long enough."""
+    desk = make_desk(slots=8)
+    for letter in "abcdefgh":
+        desk.save(letter * 2)
+    for letter in "aceg":
+        desk.use(letter * 2)
+    triple = msgspec.structs.replace(desk.chunks("xx")[0].new(), image_bytes=3 * 8192)
+    reserved = desk.store.reserve(1, [triple], 0.0)
+    assert reserved.outcomes == (Outcome.RESERVED,)
+    desk.store.abort(1, reserved.lease_id)
+    desk.settle()
+
+
+class TestTiers:
+    def test_a_tier_never_passes_its_cap(self, make_desk):
+        """Three times the cap is stored; the oldest leave, before what needs their room is written."""
+        desk = make_desk(slots=8, caps=[2])
+        for letter in "abcdef":
+            desk.save(letter * 2)
+            assert desk.books[0].used_bytes <= 2 * 8192
+            desk.end_jobs()
+            assert sum(map(len, desk.files[0].values())) <= 2 * 8192
+        desk.assert_cache(disk="ee ff")
+
+    def test_bytes_are_given_back_however_a_chunk_leaves(self, make_desk):
+        """After ten times the capacity was stored and removed the tier still takes what it has room for."""
+        desk = make_desk(slots=8, caps=[3])
+        for at in range(30):
+            desk.save("ab"[at % 2] * 2 + "xx"[: at % 3])
+            desk.end_jobs(fail={"aa": "unavailable"} if at % 4 == 0 else None)
+            if at % 5 == 0:
+                desk.store.clear()
+                desk.settle()
+        desk.end_jobs()
+        desk.store.clear()
+        desk.settle()
+        desk.end_jobs()
+        assert desk.books[0].used_bytes == 0
+        desk.save("aabbcc")
+        desk.end_jobs()
+        desk.assert_cache(disk="aa aabb aabbcc")
+
+    def test_a_tier_evicts_the_tail_first(self, make_desk):
+        """A head that is being relied on does not leave for its own tail, nor before it."""
+        desk = make_desk(slots=8, caps=[2])
+        desk.save("aabbcc")
+        desk.end_jobs()
+        desk.assert_cache(disk="aa aabb")  # no room for the third: the others are its head
+        desk.save("xx")
+        desk.end_jobs()
+        desk.assert_cache(disk="aa xx")
+
+    def test_what_is_being_loaded_stays_in_its_tier(self, make_desk):
+        """Otherwise the load would find it gone."""
+        desk = make_desk(slots=8, caps=[1])
+        desk.save("aa")
+        desk.end_jobs()
+        desk.store.clear(lower_tiers=False)
+        located = desk.lookup("aa")
+        desk.save("xx")  # finds no room below
+        desk.end_jobs()
+        desk.assert_cache(ram="aa xx", disk="aa")
+        desk.release(located)
+
+    def test_a_chunk_larger_than_the_tier_evicts_nothing(self, make_desk):
+        """Nobody leaves in vain there either."""
+        desk = make_desk(slots=8, caps=[1])
+        desk.save("a")
+        desk.end_jobs()
+        desk.books[0].capacity_bytes = 8000
+        desk.save("xx")
+        desk.end_jobs()
+        desk.assert_cache(ram="a xx", disk="a")

@@ -1,0 +1,88 @@
+"""The benches run, at a size at which their numbers mean nothing, and write what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytest.importorskip("torch", reason="the benches copy tensors")
+
+
+def bench(folder: Path, *arguments: str) -> dict:
+    """Run the command, and return the document that it wrote."""
+    path = folder / "results.json"
+    command = [sys.executable, "-m", "bench", *arguments, "--tiny", "--json", str(path), "--scratch", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert path.exists(), done.stdout + done.stderr
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory):
+    return bench(tmp_path_factory.mktemp("bench"), "micro")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "needed"), [("hash", 1), ("lookup", 1), ("copy", 4), ("socket", 4), ("disk", 0)])
+def test_a_micro_bench_holds_ours_against_a_limit(micro, name, needed):
+    if name not in micro["benches"]:
+        assert name == "disk", micro["skipped"]  # the file system of the test may have no O_DIRECT
+        return
+    compared = 0
+    for row in micro["benches"][name]:
+        roles = {series["role"] for series in row["series"]}
+        compared += {"ours", "limit"} <= roles
+        for series in row["series"]:
+            seconds = series["seconds"]
+            assert seconds["min"] <= seconds["median"] <= seconds["max"]
+            assert seconds["min"] > 0
+            assert len(seconds["samples"]) >= 2
+            assert ("our_part_of_its_speed" in series) == (series["role"] != "ours")
+    assert compared >= needed
+
+
+@pytest.mark.slow
+def test_a_result_says_where_and_how_it_was_measured(micro):
+    assert micro["machine"]["cpu"]
+    assert micro["machine"]["cores"] == os.cpu_count()
+    assert {"python", "numpy", "torch"} <= micro["versions"].keys()
+    assert micro["command"].startswith("python -m bench micro")
+    assert micro["settings"]["size"] == "tiny"
+    assert micro["date"].endswith("+00:00")
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_time_to_the_first_token_is_measured(tmp_path, model_path):
+    found = bench(tmp_path, "e2e", "--engine", "inproc", "--case", "ram", "--model", str(model_path))
+    assert not found["skipped"], found["skipped"]
+    cold, hit = found["benches"]["ttft"]
+    assert [series["role"] for series in cold["series"]] == ["ours", "limit"]
+    assert hit["series"][0]["facts"]["found"] == 192  # of 200: whole blocks of 32, and one token is left to compute
+    assert hit["series"][0]["facts"]["same 16 tokens"] is True
+
+
+def test_a_ratio_is_taken_round_by_round():
+    code = (
+        "from bench.samples import *\n"
+        "fast = Series(name='f', role=Role.LIMIT, seconds=[1, 2, 3])\n"
+        "slow = Series(name='s', role=Role.OURS, seconds=[2, 4, 12])\n"
+        "assert ratio(slow, fast, is_speed=True) == (0.5, 0.25, 0.5)\n"
+        "assert ratio(slow, fast, is_speed=False) == (2, 2, 4)\n"
+        "row = Row(name='r', unit=Unit.CALLS, amount=1, series=[slow, fast], target=Target(Measure.SPEED, 0.5, 'f'))\n"
+        "assert row.is_met()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_list_names_every_bench():
+    command = [sys.executable, "-m", "bench", "list"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [line.split()[0] for line in told.splitlines()] == ["hash", "lookup", "copy", "socket", "disk", "ttft"]
