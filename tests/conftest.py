@@ -28,6 +28,7 @@ REQUIRE_VLLM = os.environ.get("QKV_REQUIRE_VLLM") == "1"  # set by `make test`: 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("default", deadline=None, print_blob=True)
+settings.register_profile("long", settings.get_profile("default"), max_examples=10_000)
 settings.load_profile("default")
 
 

@@ -101,15 +101,13 @@ class CacheEngine:
         if config.chunk_size != metadata.layout.chunk_size or paged.layout != metadata.layout:
             msg = f"chunk_size={config.chunk_size}, but the layout has chunks of {metadata.layout.chunk_size} tokens"
             raise ConfigError(msg)
-        self.config = config
-        self.metadata = metadata
+        self.config, self.metadata = config, metadata
         self.stats = StatsMonitor()
         self.is_healthy = True  # whether the store could be reached when it was last asked
         self._is_shared = config.disk_path is not None or config.address is not None
         load_scheme(config.hash_algorithm, shared=self._is_shared)  # what is wrong with it is wrong at start
         self._space = metadata.space(config)
-        self._client = client
-        self._paged = paged
+        self._client, self._paged = client, paged
         self._transfer = Transfer(client, paged, self._space, stats=self.stats)
         self._clock = clock
         self._held: dict[str, _Held] = {}  # by lookup id
@@ -125,14 +123,13 @@ class CacheEngine:
         """Store the tensors of ``tokens``, which lie in ``block_ids`` in order: whole chunks and whole blocks.
 
         ``mask`` is F..FT..T; a masked chunk is hashed, not stored (rows 15, 16). When room runs out fewer chunks are
-        stored (row 11). The blocks may be overwritten when this returns. Raises ValueError for a misaligned mask or too
-        few blocks.
+        stored (row 11). Blocks may be overwritten afterwards. Raises ValueError for a misaligned mask or few blocks.
         """
         num_masked = num_masked_tokens(mask, len(tokens), self._space.chunk_size)
         end = self._whole_blocks(len(tokens))
         if not self.config.save_partial_chunks:
             end = end // self._space.chunk_size * self._space.chunk_size
-        self._require_blocks(block_ids, end)
+        _require_blocks(block_ids, end, self._paged.block_size)
         request = self.stats.on_store_request(len(tokens))
         items: list[SaveItem] = []
         report, num_published = SaveReport((), 0), 0
@@ -193,17 +190,18 @@ class CacheEngine:
 
         Masked tokens are not loaded, nor marked. Waits for chunks on their way, at most ``load_deadline_seconds``. At
         the first chunk that fails it stops: everything after it is void (rows 28, 29). ``lookup_id`` takes what an
-        earlier lookup of these tokens holds, and releases it. Of the blocks, only those of found tokens that are not
-        masked are written. Raises ValueError for a misaligned mask or too few blocks.
+        earlier lookup of these tokens holds, and releases it. Only blocks of found tokens that are not masked are
+        written. Raises ValueError for a misaligned mask or too few blocks.
         """
         num_masked = num_masked_tokens(mask, len(tokens), self._space.chunk_size)
-        self._require_blocks(block_ids, self._whole_blocks(len(tokens)))
+        limit = self._whole_blocks(len(tokens))
+        _require_blocks(block_ids, limit, self._paged.block_size)
         request = self.stats.on_retrieve_request(len(tokens) - num_masked)
         held, loaded = None, _Loaded(num_masked)
         try:
             held = self._take(lookup_id, tokens, identity) or self._find(tokens, identity, None)
             if held is not None:
-                loaded = self._load(held, num_masked, self._whole_blocks(len(tokens)), block_ids)
+                loaded = self._load(held, num_masked, limit, block_ids)
         finally:
             if held is not None:
                 self._release(held)
@@ -228,8 +226,7 @@ class CacheEngine:
 
     def prefetched(self, lookup_id: str) -> tuple[int, bool]:
         """(leading tokens that are in RAM now, whether that is all there will be) for an id that holds something."""
-        held = self._held.get(lookup_id)
-        if held is None:
+        if (held := self._held.get(lookup_id)) is None:
             return 0, True
         if held.located.num_pending:
             held = self._held[lookup_id] = held._replace(located=self._poll(held))
@@ -362,9 +359,9 @@ class CacheEngine:
         failed |= self._transfer.lost(items[:num_whole], located.lease_id)
         first_failed = min(failed, default=num_whole)
         end = items[first_failed].start_token if first_failed < len(items) else found
-        void = [items[at] for at in range(first_failed, num_whole) if at not in failed]
-        voided = sum(len(item.block_ids) for item in void) * self._paged.block_size
-        return _Loaded(end, promised - end - voided, voided)
+        void_blocks = sum(len(items[at].block_ids) for at in range(first_failed, num_whole) if at not in failed)
+        num_void = void_blocks * self._paged.block_size
+        return _Loaded(end, promised - end - num_void, num_void)
 
     def _wait(self, located: Located) -> Located:
         """How far it has come when nothing is on its way any more, or the time is up."""
@@ -379,10 +376,11 @@ class CacheEngine:
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._paged.block_size * self._paged.block_size
 
-    def _require_blocks(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        if len(block_ids) * self._paged.block_size < num_tokens:
-            msg = f"{len(block_ids)} blocks of {self._paged.block_size} tokens do not hold {num_tokens}"
-            raise ValueError(msg)
+
+def _require_blocks(block_ids: Sequence[int], num_tokens: int, block_size: int) -> None:
+    if len(block_ids) * block_size < num_tokens:
+        msg = f"{len(block_ids)} blocks of {block_size} tokens do not hold {num_tokens}"
+        raise ValueError(msg)
 
 
 def _by_medium(held: _Held) -> Counter[str]:

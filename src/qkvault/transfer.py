@@ -1,8 +1,8 @@
 """Transfer: chunks between an engine's pages and slots of the store. The data path of engines and connectors.
 
-Writing: reserve, write header and pages, commit. Reading: the caller holds a lease; the key in each slot's header is
-compared before the copy and after it, and ``lost`` asks the store, so that a lease that ran out in between is a failed
-chunk and not foreign bytes. A chunk that cannot be read, for whatever reason, is a failed one and no exception.
+Writing: reserve, write the pages, then the headers, commit. Reading: the caller holds a lease; the key in each slot's
+header is compared before the copy and after it, and ``lost`` asks the store, so that a lease that ran out meanwhile is
+a failed chunk and not foreign bytes. A chunk that cannot be read, for whatever reason, is a failed one, not an error.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ class StoreResult(msgspec.Struct, frozen=True):
 
 
 class _Copy(NamedTuple):
-    lease_id: int  # of the write lease to commit when it has ended; 0 for a load
-    num_bytes: int
     started_seconds: float
+    num_bytes: int
+    lease_id: int = 0  # of the write lease to commit when it has ended; 0 for a load
+    headers: Sequence[tuple[memoryview, Header]] = ()  # to be written before that, each into its image
 
 
 class Transfer:
@@ -134,16 +135,20 @@ class Transfer:
         if not reserved.lease_id:
             return SaveReport(reserved.outcomes, 0)
         started_seconds = self._stats.clock()
+        placed = [(item, offset) for item, offset in zip(items, reserved.offsets, strict=True) if offset >= 0]
         try:
-            placed = zip(items, reserved.offsets, strict=True)
-            runs = [self._open_slot(item, offset) for item, offset in placed if offset >= 0]
+            headers = [self._header_of(item, offset) for item, offset in placed]
+            runs = [
+                PageRun(image[self._header_bytes :], self.layout.num_blocks(item.num_tokens), 0, item.block_ids)
+                for (item, _), (image, _) in zip(placed, headers, strict=True)
+            ]
             copied = self.paged.batched_from_gpu(runs)
         except BaseException:
             self._stats.on_stage("from_gpu", self._stats.clock() - started_seconds, failed=True)
             self._abort(reserved.lease_id)
             raise
         num_bytes = sum(len(run.payload) for run in runs)
-        self._began(copied, _Copy(reserved.lease_id, num_bytes, started_seconds))
+        self._began(copied, _Copy(started_seconds, num_bytes, reserved.lease_id, headers))
         return SaveReport(reserved.outcomes, num_bytes)
 
     def load(self, items: Sequence[LoadItem]) -> set[int]:
@@ -166,7 +171,7 @@ class Transfer:
             started_seconds = self._stats.clock()
             copied = self.paged.batched_to_gpu(of_layout, layout)
             num_tokens = sum(len(run.block_ids) for run in of_layout) * self.paged.block_size
-            self._began(copied, _Copy(0, num_tokens * self.layout.token_bytes, started_seconds))
+            self._began(copied, _Copy(started_seconds, num_tokens * self.layout.token_bytes))
         return failed | self.stale(items)
 
     def stale(self, items: Sequence[LoadItem]) -> set[int]:
@@ -212,6 +217,8 @@ class Transfer:
         seconds = self._stats.clock() - copy.started_seconds
         stage, num_tokens = "from_gpu" if copy.lease_id else "to_gpu", copy.num_bytes // self.layout.token_bytes
         self._stats.on_stage(stage, seconds, num_bytes=copy.num_bytes, num_tokens=num_tokens)
+        for image, header in copy.headers:
+            write_header(image, header)  # last: a slot never carries the key of bytes that are not there yet
         if copy.lease_id:
             with self._stats.stage("put", copy.num_bytes, num_tokens=num_tokens):
                 self.num_published += self.client.commit(copy.lease_id)
@@ -229,10 +236,9 @@ class Transfer:
         image_bytes = self._header_bytes + self.layout.payload_bytes(item.num_tokens)
         return NewChunk(item.key, item.parent, sketch_of(item.tokens), item.num_tokens, image_bytes)
 
-    def _open_slot(self, item: SaveItem, offset: int) -> PageRun:
-        """Write the header into the slot. The payload is the run's."""
+    def _header_of(self, item: SaveItem, offset: int) -> tuple[memoryview, Header]:
+        """The image that is to be in the slot at ``offset``, and its header."""
         payload_bytes = self.layout.payload_bytes(item.num_tokens)
-        image = self.client.pool.view(offset, self._header_bytes + payload_bytes)
         header = Header(
             ChunkKey(item.key),
             ChunkKey(item.parent),
@@ -242,8 +248,7 @@ class Transfer:
             payload_bytes,
             0,
         )
-        write_header(image, header)
-        return PageRun(image[self._header_bytes :], self.layout.num_blocks(item.num_tokens), 0, item.block_ids)
+        return self.client.pool.view(offset, self._header_bytes + payload_bytes), header
 
     def _open_chunk(self, item: LoadItem) -> tuple[ChunkLayout, PageRun] | None:
         """The chunk's layout, and what to copy of it; None if the slot does not hold what the item wants."""

@@ -91,6 +91,24 @@ def test_chunks_outlive_the_process(make_disk_cache, make_site, make_tokens):
     assert site.retrieve(forked) == 2 * CHUNK + BLOCK
 
 
+def test_a_disk_keeps_its_cap_over_restarts(make_cache, make_site, make_tokens, tmp_path, image_bytes):
+    """Three times what fits, again after a restart: the files stay under the cap, and the last prompt is whole."""
+    capacity_bytes = 6 * image_bytes()
+    for _ in range(2):
+        cache = make_cache(DiskTier(tmp_path / "disk", capacity_bytes, workers=2))
+        cache.drain()
+        site = make_site(cache)
+        for _ in range(9):
+            tokens = make_tokens(2 * CHUNK)
+            site.store(tokens)
+            cache.drain()
+            assert sum(path.stat().st_size for path in files_of(tmp_path)) <= capacity_bytes
+        cache.empty_ram()
+        assert site.retrieve(tokens) == 2 * CHUNK
+        cache.drain()
+        cache.driver.close()
+
+
 # Switches
 
 
@@ -231,11 +249,13 @@ def test_a_file_that_is_spoiled_is_a_shorter_prefix(
     cache = make_disk_cache()
     site = make_site(cache)
     tokens = make_tokens(4 * CHUNK)
-    for stop in range(CHUNK, len(tokens) + 1, CHUNK):
-        site.store(tokens[:stop])
-        cache.drain()
-        if stop == (bad + 1) * CHUNK:
-            path = max(files_of(tmp_path), key=lambda path: path.stat().st_mtime_ns)
+    site.store(tokens[: bad * CHUNK])
+    cache.drain()
+    before = files_of(tmp_path)
+    site.store(tokens[: (bad + 1) * CHUNK])
+    cache.drain()
+    (path,) = set(files_of(tmp_path)) - set(before)
+    site.store(tokens)
     cache.empty_ram()
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
@@ -287,18 +307,18 @@ def test_a_tier_that_lost_its_chunks_is_not_asked_for_them_again(lower, tier, ma
 
 def test_a_mute_tier_costs_its_deadline_and_no_more(lower, tier, make_site, make_tokens):
     """Every wait ends: what is in RAM is served, the rest is a miss, and comes when the tier speaks again."""
-    site = make_site(lower, load_deadline_seconds=SHORT_SECONDS)
+    patient, site = make_site(lower), make_site(lower, load_deadline_seconds=SHORT_SECONDS)
     tokens = make_tokens(4 * CHUNK)
     site.store(tokens)
     lower.empty_ram()
-    assert site.retrieve(tokens[:CHUNK]) == CHUNK
+    assert patient.retrieve(tokens[:CHUNK]) == CHUNK
     tier.is_mute = True
     assert site.retrieve(tokens) == CHUNK
     stats = site.engine.stats.snapshot()
     assert (stats.failed_loads, stats.failed_tokens) == (1, 3 * CHUNK)
     tier.release()
     lower.drain()
-    assert site.retrieve(tokens) == 4 * CHUNK
+    assert patient.retrieve(tokens) == 4 * CHUNK
 
 
 def test_a_tier_that_is_gone_is_a_miss(lower, tier, make_site, make_tokens):

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from qkvault.errors import LayoutMismatch, ProtocolError, Unavailable
-from qkvault.image import Header, read_header, wipe_header, write_header
+from qkvault.image import Header, key_in, read_header, wipe_header, write_header
 from qkvault.keys import RequestIdentity
 from qkvault.paged import PagedConnector
 from qkvault.prefix import Prefix, load_items
 from qkvault.transfer import SaveItem, Transfer
-from qkvault.types import Outcome
+from qkvault.types import ChunkState, Outcome
 
 CHUNK, BLOCK = 64, 16  # tokens
 
@@ -158,6 +158,20 @@ def test_an_impossible_key_is_an_error_that_leaves_no_lease(bench, cache):
     with pytest.raises(ProtocolError, match="malformed"):
         bench.transfer.save([SaveItem(b"short", b"shorter", bytes(4 * BLOCK), [0])])
     assert (len(cache.manager.leases), cache.ram.used_bytes) == (0, 0)
+
+
+def test_a_slot_does_not_carry_its_key_before_its_bytes(cache, make_site, make_tokens, hooked):
+    """A reader with an old right on the slot cannot take what is half written for the chunk that it was."""
+    site = make_site(cache, make_paged=hooked)
+    seen = []
+
+    def look() -> None:
+        being_written = [entry for entry in cache.manager.index if entry.state is ChunkState.WRITING]
+        seen.extend(key_in(cache.manager.room.image(entry)) == entry.key for entry in being_written)
+
+    site.paged.midway = look
+    site.store(make_tokens(4 * CHUNK))
+    assert seen == [False] * 4
 
 
 # Devices

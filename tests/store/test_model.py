@@ -28,8 +28,7 @@ CHUNK_BYTES = 8192
 LEASE_SECONDS = 10.0
 TIERS = ("disk", "far")
 
-settings.register_profile("long", parent=settings.get_profile("default"), max_examples=10_000)
-NUM_EXAMPLES = max(200, settings.get_current_profile_name() == "long" and settings.default.max_examples)
+NUM_EXAMPLES = max(200, settings().max_examples)
 
 MAX_GRAINS = 3 * GRAINS + 2  # of a prompt
 pick = st.integers(0, 1 << 30)  # which of those there are
@@ -382,4 +381,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=40)
+TestStore.settings = settings(max_examples=NUM_EXAMPLES, stateful_step_count=50)

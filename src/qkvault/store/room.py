@@ -104,7 +104,8 @@ class Room:
     def _allocate(self, num_bytes: int) -> int | None:
         needed_bytes = align_up(num_bytes)
         wanted_bytes = max(needed_bytes - self.pool.free_bytes, ALIGNMENT_BYTES)
-        while (offset := self.pool.allocate(num_bytes)) is None:
+        offset = self.pool.allocate(num_bytes)
+        while offset is None:
             victims = victims_of(
                 self.policy, self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_slot_bytes
             )
@@ -113,6 +114,8 @@ class Room:
             for entry in victims:
                 self.take(entry)
                 self._on_evicted(entry)
+                if (offset := self.pool.allocate(num_bytes)) is not None:
+                    break
             wanted_bytes *= 2  # what was freed did not lie together: free more
         return offset
 

@@ -30,7 +30,7 @@ UNIX_SCHEME: Final = "unix://"
 _POLL_SECONDS: Final = 0.0005  # between two looks at a lease that has chunks pending
 _TURN_SECONDS: Final = 2.0  # that a server waits for others that start in the same folder
 _ACCEPT_PAUSE_SECONDS: Final = 0.01
-_BACKLOG: Final = 128
+_BACKLOG: Final = 1024  # a connect that does not fit fails at once
 _RECV_BYTES: Final = 1 << 18
 _MAX_OUT_BYTES: Final = 256 << 20  # a client that does not read its replies is cut off here
 _log = get_logger("wire")
@@ -218,12 +218,11 @@ class SocketServer:
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-            is_friend = _peer_uid(accepted) in (os.getuid(), 0)
         except OSError as error:  # out of descriptors, or the client has gone again
             _limited.warning("accept_failed", error=str(error))
             time.sleep(_ACCEPT_PAUSE_SECONDS)  # it would come again at once
             return
-        if not is_friend:
+        if _peer_uid(accepted) not in (os.getuid(), 0):
             accepted.close()
             return
         accepted.setblocking(False)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -110,3 +111,35 @@ def toy_engine(toy, tiny_model) -> Iterator[Callable[..., object]]:
     yield start
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def prompts() -> Callable[[int], list[int]]:
+    """Prompts of that many tokens which share nothing, the same in each run of a test."""
+    rng = random.Random(5)
+    return lambda count: [rng.randrange(3, 97) for _ in range(count)]
+
+
+@pytest.fixture
+def log_lines(monkeypatch) -> Iterator[list[str]]:
+    """Our log lines of the test, from limiters that have said nothing yet."""
+    import logging
+
+    from qkvault.integrations.vllm import connector, scheduler, worker
+    from qkvault.logs import RateLimited, get_logger
+
+    lines: list[str] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    for module, name in ((connector, "_limited"), (scheduler, "_log"), (worker, "_log")):
+        monkeypatch.setattr(module, name, RateLimited(get_logger("vllm")))
+    logger, keeper = logging.getLogger("qkvault"), Keeper()
+    level = logger.level
+    logger.addHandler(keeper)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(keeper)
+    logger.setLevel(level)

@@ -14,6 +14,8 @@ LAYOUTS = [
     pytest.param({"runner": 1, "asynchronous": True}, id="runner 1, async"),
     pytest.param({"runner": 2, "asynchronous": True}, id="runner 2, async"),
     pytest.param({"runner": 1, "num_drafts": 3}, id="drafts"),
+    pytest.param({"runner": 1, "on_device": True}, id="device"),
+    pytest.param({"runner": 2, "asynchronous": True, "on_device": True, "kernel_ratio": 2}, id="device, async"),
 ]
 
 
@@ -31,7 +33,11 @@ class Traffic:
         return [self.random.randrange(3, self.toy.VOCABULARY) for _ in range(count)]
 
     def prompt(self) -> list[int]:
-        said = [r.prompt_token_ids + self.engine.texts[n] for n, r in self.engine.requests.items() if n in self.engine.endings]
+        said = [
+            r.prompt_token_ids + self.engine.texts[n]
+            for n, r in self.engine.requests.items()
+            if n in self.engine.endings
+        ]
         if said and self.random.random() < 0.4:  # the next turn of a talk
             return self.random.choice(said)[:400] + self.tokens(self.random.randrange(1, 30))
         stem = self.random.choice(self.stems)
@@ -93,7 +99,7 @@ def test_no_load_that_fails_reaches_a_text(toy, toy_engine, options):
     engine.assert_clean()
 
 
-@pytest.mark.parametrize("options", LAYOUTS[:4])
+@pytest.mark.parametrize("options", LAYOUTS)
 def test_a_store_that_is_always_full_costs_hits_only(toy, toy_engine, options):
     """Lookups, allocations and stores under constant eviction raise nothing and promise nothing that is gone."""
     engine = toy_engine(num_blocks=48, settings={"qkvault.ram_bytes": 9 * 12 * 1024}, **options)
@@ -101,5 +107,41 @@ def test_a_store_that_is_always_full_costs_hits_only(toy, toy_engine, options):
     traffic.run()
     counters = engine.status().counters
     assert counters["removed.ram.evicted"] > 20
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_no_setting_makes_a_text_wrong(toy, toy_engine, tmp_path, seed):
+    """Whatever is set, with a disk or without, with resets in between, texts are true and nothing is left behind."""
+    rng = random.Random(seed)
+    choices = {
+        "qkvault.disk_path": [None, str(tmp_path / "disk")],
+        "qkvault.ram_bytes": ["4MiB", 9 * 12 * 1024, 30 * 12 * 1024],
+        "qkvault.save_decode": [True, True, False],
+        "qkvault.save_partial_chunks": [True, True, False],
+        "qkvault.min_hit_tokens": [0, 0, 100],
+        "qkvault.hot_cache": [True, True, False],
+    }
+    settings = {name: rng.choice(values) for name, values in choices.items()}
+    options = {
+        "enable_prefix_caching": rng.random() < 0.8,
+        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        "max_num_batched_tokens": rng.choice([16, 96, 500]),
+    }
+    options |= rng.choice(LAYOUTS).values[0]
+    settings = {name: value for name, value in settings.items() if value is not None}
+    engine = toy_engine(num_blocks=rng.choice([36, 48, 80]), settings=settings, **options)
+    traffic = Traffic(toy, engine, seed, num_requests=30, failing=rng.choice([0, 0.3]))
+    stepped = engine.step
+
+    def step():
+        stepped()
+        if rng.random() < 0.01:
+            engine.scheduler.reset_prefix_cache(reset_connector=True)
+        engine.store.driver.check()
+
+    engine.step = step
+    traffic.run()
     engine.assert_texts()
     engine.assert_clean()

@@ -96,6 +96,7 @@ def engine_config(model: str, settings: dict[str, Any], **options: Any) -> Any:
         "kv_connector": "QKVaultConnector",
         "kv_connector_module_path": "qkvault.integrations.vllm.connector",
         "kv_role": options.pop("kv_role", "kv_both"),
+        "kv_load_failure_policy": options.pop("policy", "fail"),
         "kv_connector_extra_config": settings,
     }
     config = EngineArgs(
@@ -112,6 +113,57 @@ def engine_config(model: str, settings: dict[str, Any], **options: Any) -> Any:
     return config
 
 
+class Stream:
+    """Copies of a device that works behind the host's back: they are done in order, when a forward needs them or later."""
+
+    def __init__(self, paged: Any) -> None:
+        self.waiting: deque[Callable[[], object]] = deque()
+        self.num_done = self.num_begun = 0
+        self.paged, self.from_pages, self.to_pages = paged, paged.batched_from_gpu, paged.batched_to_gpu
+        paged.batched_from_gpu, paged.batched_to_gpu = self.save, self.load
+
+    def begin(self, copy: Callable[[], object]) -> Event:
+        self.waiting.append(copy)
+        self.num_begun += 1
+        return Event(self, self.num_begun)
+
+    def finish(self, number: int | None = None) -> None:
+        while self.waiting and self.num_done < (number or self.num_begun):
+            self.waiting.popleft()()
+            self.num_done += 1
+
+    def save(self, runs: Sequence[Any]) -> Event:
+        """The pages are read in their turn, before later forwards; the slots are filled some time after that."""
+        copies = [run._replace(payload=memoryview(bytearray(len(run.payload)))) for run in runs]
+        self.finish()
+        self.from_pages(copies)
+
+        def arrive() -> None:
+            for run, copy in zip(runs, copies, strict=True):
+                run.payload[:] = copy.payload
+
+        return self.begin(arrive)
+
+    def load(self, runs: Sequence[Any], source: Any) -> Event:
+        return self.begin(lambda: self.to_pages(runs, source))
+
+
+class Event:
+    """Has happened when everything before it on its stream is done: by the third look at the latest."""
+
+    def __init__(self, stream: Stream, number: int) -> None:
+        self.stream, self.number, self.num_looks = stream, number, 0
+
+    def query(self) -> bool:
+        self.num_looks += 1
+        if self.num_looks >= 3:
+            self.synchronize()
+        return self.stream.num_done >= self.number
+
+    def synchronize(self) -> None:
+        self.stream.finish(self.number)
+
+
 class ToyEngine:
     """One engine. ``step`` does what an engine core does; ``violations`` lists forwards over wrong pages."""
 
@@ -123,6 +175,8 @@ class ToyEngine:
         runner: int = 1,
         asynchronous: bool = False,
         num_drafts: int = 0,
+        kernel_ratio: int = 1,
+        on_device: bool = False,
         settings: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -152,11 +206,16 @@ class ToyEngine:
         self.scheduler.use_v2_model_runner = runner == 2
         self.connector = self.scheduler.connector
         self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_cache_config)
+        kv_caches = {"layer": self.pages.view(num_blocks * kernel_ratio, 1, BLOCK // kernel_ratio, 2 * HEAD)}
         with self._agent():
             if runner == 2:
-                self.active = ActiveKVConnector(self.config, {"layer": self.pages})
+                self.active = ActiveKVConnector(self.config, kv_caches)
             else:
-                self.worker.register_kv_caches({"layer": self.pages})
+                self.worker.register_kv_caches(kv_caches)
+        self.stream: Stream | None = None
+        if on_device:
+            self.stream = Stream(self.worker._worker._paged)
+            self.worker._worker._mark = lambda: self.stream.begin(lambda: None)
         self.on_plan: Callable[[StepPlan], None] = lambda _: None
         self.requests: dict[str, Request] = {}
         self.texts: dict[str, list[int]] = {}
@@ -302,6 +361,8 @@ class ToyEngine:
         return result
 
     def _forward(self, output: Any) -> ModelRunnerOutput:
+        if self.stream is not None:
+            self.stream.finish()
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -128,19 +128,20 @@ class WorkerSide:
         if loading.copied is not None:
             good = good[: self._num_fresh(good)]
         num_filled = sum(len(item.block_ids) for item in good)
-        block_size = self._paged.block_size
-        if num_filled < len(op.block_ids):
+        num_blocks, block_size = len(op.block_ids), self._paged.block_size
+        if num_filled < num_blocks:
             self._failed_blocks.update(op.block_ids[num_filled:])
             self._report.failed_loads[op.request_id] = op.start_token + num_filled * block_size
         self._received.add(op.request_id)
         if op.lease_id:
             self._report.ended_leases.add(op.lease_id)
-        num_tokens = num_filled * block_size
+        num_bad = len(op.items[len(good)].block_ids) if len(good) < len(op.items) else num_blocks - num_filled
         self._stats.on_retrieve_finished(
             loading.request,
-            num_tokens=num_tokens,
-            num_bytes=num_tokens * self._paged.layout.token_bytes,
-            num_failed_tokens=len(op.block_ids) * block_size - num_tokens,
+            num_tokens=num_filled * block_size,
+            num_bytes=num_filled * block_size * self._paged.layout.token_bytes,
+            num_failed_tokens=num_bad * block_size,
+            num_voided_tokens=(num_blocks - num_filled - num_bad) * block_size,
         )
 
     def _num_fresh(self, items: Sequence[LoadItem]) -> int:

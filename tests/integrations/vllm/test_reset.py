@@ -1,0 +1,88 @@
+"""A reset empties every tier, and what was computed before it does not come back."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+ALL = pytest.mark.parametrize(
+    "options",
+    [
+        {"runner": 1},
+        {"runner": 1, "asynchronous": True},
+        {"runner": 2, "asynchronous": True},
+        {"runner": 1, "num_drafts": 3},
+        {"runner": 2, "asynchronous": True, "on_device": True},
+    ],
+    ids=["sync", "async", "runner 2, async", "drafts", "device"],
+)
+
+
+def num_chunks(engine):
+    assert engine.store.driver.drain(10)
+    return {tier.name: tier.num_chunks for tier in engine.status().media}
+
+
+@ALL
+def test_a_reset_empties_all_tiers(toy_engine, prompts, tmp_path, options):
+    """After vLLM's reset with the connector nothing is found in RAM or on disk."""
+    engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")}, **options)
+    prompt = prompts(300)
+    engine.ask(prompt)
+    assert num_chunks(engine) == {"ram": 5, "disk": 5}
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert num_chunks(engine) == {"ram": 0, "disk": 0}
+    engine.ask(prompt)
+    assert not [op for plan in engine.plans for op in plan.loads]
+    engine.assert_clean()
+
+
+@ALL
+def test_what_was_under_way_at_a_reset_does_not_appear_after_it(toy_engine, prompts, tmp_path, options):
+    """Requests that ran, waited or had just finished when the reset came leave nothing of the time before it."""
+    for num_steps in range(1, 14):
+        engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / f"disk{num_steps}")}, **options)
+        engine.add("old", prompts(200), max_tokens=6, sampling={"stop_token_ids": [7]})
+        engine.add("older", prompts(30), max_tokens=3)
+        for _ in range(num_steps):
+            engine.step()
+        engine.scheduler.reset_prefix_cache(reset_connector=True)
+        engine.run()
+        assert num_chunks(engine) == {"ram": 0, "disk": 0}
+        prompt = prompts(200)
+        engine.ask(prompt)
+        engine.forget_own_prefixes()
+        engine.ask(prompt)
+        assert sum(len(op.block_ids) for plan in engine.plans for op in plan.loads) == 12
+        engine.assert_clean()
+        engine.close()
+
+
+def test_a_request_that_waits_for_a_disk_across_a_reset_is_computed(toy_engine, prompts, tmp_path):
+    """A hit that was promised to nobody yet is gone with the reset."""
+    engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")})
+    prompt = prompts(200)
+    engine.ask(prompt)
+    engine.forget_own_prefixes()
+    request = engine.add("waits", prompt)
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (192, True)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run()
+    assert not [op for plan in engine.plans for op in plan.loads]
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+def test_a_reset_that_does_not_reach_the_store_says_so(toy_engine, prompts):
+    """vLLM hears that the reset has failed; a worker's half, asked by mistake, does not know."""
+    from qkvault.errors import Unavailable
+
+    engine = toy_engine()
+    assert engine.worker.reset_cache() is None
+
+    def unreachable(**kwargs):
+        raise Unavailable
+
+    engine.connector._scheduler._client.clear = unreachable
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)

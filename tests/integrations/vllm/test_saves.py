@@ -1,0 +1,301 @@
+"""What is stored, when, and that nothing is which was not computed from the true tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from qkvault.types import Outcome
+
+pytestmark = pytest.mark.vllm
+
+ALL = pytest.mark.parametrize(
+    "options",
+    [
+        {"runner": 1},
+        {"runner": 1, "asynchronous": True},
+        {"runner": 2},
+        {"runner": 2, "asynchronous": True},
+        {"runner": 1, "num_drafts": 3},
+    ],
+    ids=["runner 1", "runner 1, async", "runner 2", "runner 2, async", "drafts"],
+)
+
+
+def ids_in(item):
+    return [int.from_bytes(item.tokens[at : at + 4], "little") for at in range(0, len(item.tokens), 4)]
+
+
+def assert_only_true_tokens(engine, toy, *, decode=True):
+    """Every chunk that was offered to the store is a piece of a prompt and the text behind it, and is computed."""
+    for plan in engine.plans:
+        for op in [*plan.saves, *plan.finals]:
+            request = engine.requests[op.request_id]
+            true = request.prompt_token_ids + toy.text_of(request.prompt_token_ids, request.max_tokens)
+            at = op.start_token
+            for item in op.items:
+                assert ids_in(item) == true[at : at + item.num_tokens]
+                assert len(item.block_ids) * 16 == item.num_tokens
+                at += item.num_tokens
+            assert at < len(true)  # the last token that is sampled has no KV
+            if not decode:
+                assert at <= request.num_prompt_tokens
+
+
+def cached(engine, tokens):
+    """How many leading tokens of ``tokens`` the store has."""
+    from qkvault.keys import RequestIdentity
+    from qkvault.prefix import Prefix
+
+    client = engine.store.connect("test")
+    found = Prefix(engine.connector._space, RequestIdentity(), tokens, shared=False).find(client)
+    client.close()
+    return sum(ref.num_tokens for ref in found.ready)
+
+
+@ALL
+def test_only_what_was_computed_from_true_tokens_is_stored(toy, toy_engine, prompts, options):
+    """No key holds a placeholder, a draft that was rejected, or a token whose KV is not there yet."""
+    engine = toy_engine(**options)
+    for number in range(6):
+        engine.add(f"r{number}", prompts(50 + 37 * number), max_tokens=90)
+    engine.run()
+    engine.assert_texts()
+    engine.assert_clean()
+    assert_only_true_tokens(engine, toy)
+
+
+@ALL
+def test_generated_tokens_are_stored_for_the_next_turn(toy, toy_engine, prompts, options):
+    """A turn's prompt and its answer, but for the last token, are there when the talk goes on."""
+    engine = toy_engine(**options)
+    prompt = prompts(100)
+    engine.ask(prompt, max_tokens=150)
+    talk = prompt + toy.text_of(prompt, 150)
+    assert cached(engine, talk) == 240
+    engine.ask(prompts(90), max_tokens=99, sampling={"stop_token_ids": list(range(3, 20))})
+    engine.assert_clean()
+
+
+@ALL
+def test_without_save_decode_nothing_of_the_answers_is_stored(toy, toy_engine, prompts, options):
+    """With the switch off, what is stored ends with the last whole block of the prompt."""
+    engine = toy_engine(settings={"qkvault.save_decode": False}, **options)
+    prompt = prompts(100)
+    engine.ask(prompt, max_tokens=150)
+    assert cached(engine, prompt + toy.text_of(prompt, 150)) == 96
+    assert_only_true_tokens(engine, toy, decode=False)
+    engine.assert_clean()
+
+
+def test_without_partial_chunks_only_whole_ones_are_stored(toy, toy_engine, prompts):
+    """B 14: with the switch off, a tail is not stored when the prompt ends, nor when the request does."""
+    engine = toy_engine(settings={"qkvault.save_partial_chunks": False})
+    prompt = prompts(100)
+    engine.ask(prompt, max_tokens=50)
+    assert cached(engine, prompt + toy.text_of(prompt, 50)) == 128
+    assert {item.num_tokens for plan in engine.plans for op in plan.saves for item in op.items} == {64}
+    engine.assert_clean()
+
+
+@ALL
+def test_blocks_of_a_finished_request_are_kept_for_one_step(toy, toy_engine, prompts, options):
+    """A request that stops unforeseen keeps its blocks until the next step has stored them, told exactly once."""
+    engine = toy_engine(**options)
+    stops = {"stop_token_ids": list(range(3, 10))}
+    for number in range(8):
+        engine.add(f"r{number}", prompts(60 + number), max_tokens=200, sampling=stops)
+    kept = {}
+    for _ in range(600):
+        if not (engine.scheduler.has_requests() or engine._running):
+            break
+        engine.step()
+        for name in engine.connector._scheduler._sending:
+            kept[name] = kept.get(name, 0) + 1
+    planned = [op.request_id for plan in engine.plans for op in plan.finals]
+    assert len(planned) >= 4
+    assert sorted(engine.sent) == sorted(planned) == sorted(set(planned))
+    assert max(kept.values()) <= (2 if engine.asynchronous else 1)
+    assert not engine.connector.requires_kv_delivery
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+def test_blocks_that_will_be_free_in_a_step_are_no_reason_to_preempt(toy, toy_engine, prompts):
+    """While a finished request's blocks are kept, vLLM is told to wait for them."""
+    engine = toy_engine()
+    prompt = prompts(60)
+    text = toy.text_of(prompt, 60)
+    stop = next(token for at, token in enumerate(text) if at > 25 and token not in text[:at])
+    engine.add("ends", prompt, max_tokens=200, sampling={"stop_token_ids": [stop]})
+    while "ends" not in engine.endings:
+        assert not engine.connector.has_pending_block_frees()
+        engine.step()
+    assert engine.connector.has_pending_block_frees()
+    engine.run()
+    assert not engine.connector.has_pending_block_frees()
+    engine.assert_clean()
+
+
+@ALL
+def test_a_preempted_request_goes_on_with_what_it_had_stored(toy, toy_engine, prompts, options):
+    """After preemption a request is looked up anew, with its generated tokens, and loses no chunk."""
+    engine = toy_engine(**options)
+    prompt = prompts(150)
+    request = engine.add("preempted", prompt, max_tokens=120)
+    while len(engine.texts["preempted"]) < 60:
+        engine.step()
+    while engine._running:
+        engine.update()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    num_plans = len(engine.plans)
+    engine.run()
+    assert request.num_preemptions == 1
+    loads = [op for plan in engine.plans[num_plans:] for op in plan.loads]
+    assert [len(op.block_ids) * 16 for op in loads] == [192]
+    assert cached(engine, prompt + toy.text_of(prompt, 120)) == 256
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+@ALL
+def test_requests_that_preempt_one_another_leave_no_holes(toy, toy_engine, prompts, options):
+    """With too few blocks for all, every finished request's tokens are found up to their last whole block."""
+    engine = toy_engine(num_blocks=30, **options)
+    asked = {f"r{number}": prompts(100) for number in range(5)}
+    for name, prompt in asked.items():
+        engine.add(name, prompt, max_tokens=120)
+    engine.run()
+    assert sum(request.num_preemptions for request in engine.requests.values()) > 0
+    for prompt in asked.values():
+        assert cached(engine, prompt + toy.text_of(prompt, 120)) >= 208
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+def test_a_save_that_failed_is_tried_again(toy, toy_engine, prompts, log_lines):
+    """Chunks that could not be stored in their step are stored with a later one, so that no hole is left."""
+    engine = toy_engine()
+    prompt = prompts(90)
+    engine.add("r", prompt, max_tokens=200)
+    failures = []
+
+    def fail(items):
+        failures.append(items)
+        raise RuntimeError
+
+    engine.step()
+    transfer = engine.worker._worker._session()
+    whole = transfer.save
+    transfer.save = fail
+    while not failures:
+        engine.step()
+    transfer.save = whole
+    engine.run()
+    assert cached(engine, prompt + toy.text_of(prompt, 200)) == 288
+    assert [line for line in log_lines if "save_failed" in line]
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+def test_what_found_no_room_is_tried_again_at_the_next_chunk(toy, toy_engine, prompts):
+    """A full store is not asked in each step of a decode, but again when a chunk more is computed."""
+    engine = toy_engine(settings={"qkvault.ram_bytes": 5 * 12 * 1024})
+    first = prompts(300)
+    engine.ask(first, max_tokens=1)
+    client = engine.store.connect("test")
+    from qkvault.keys import RequestIdentity
+    from qkvault.prefix import Prefix
+
+    lease_id = Prefix(engine.connector._space, RequestIdentity(), first, shared=False).find(client).lease_id
+    prompt = prompts(60)
+    engine.add("r", prompt, max_tokens=150)
+    offers = 0
+    while len(engine.texts["r"]) < 100:
+        engine.step()
+    offers = engine.status().counters[f"reserve.{Outcome.NO_ROOM.value}"]
+    assert 0 < offers <= 4
+    client.release(lease_id)
+    client.close()
+    engine.run()
+    assert cached(engine, prompt + toy.text_of(prompt, 150)) == 208
+    engine.assert_clean()
+
+
+def test_a_request_that_has_fewer_blocks_than_tokens_stores_what_the_blocks_hold(toy, toy_engine, prompts):
+    """Nothing is stored beyond the blocks that vLLM names, whatever the request's tokens say."""
+    engine = toy_engine()
+    request = engine.add("r", prompts(300), max_tokens=40)
+    for _ in range(12):
+        engine.step()
+    side = engine.connector._scheduler
+    tracked = side._tracked["r"]
+    tracked.stored_tokens = tracked.saved_end = 0
+    op = side._save(tracked, request.num_tokens, [7, 8, 9], with_tail=True)
+    assert [item.num_tokens for item in op.items] == [48]
+    engine.run()
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("status", ["FINISHED_STOPPED", "FINISHED_ABORTED"])
+def test_the_end_of_a_request_that_was_never_seen_is_fine(toy_engine, prompts, toy, status):
+    """vLLM may end a request that it never scheduled, without blocks, or twice."""
+    from vllm.v1.request import RequestStatus
+
+    engine = toy_engine()
+    request = engine.add("r", prompts(30))
+    engine.abort("r")
+    request.status = RequestStatus[status]
+    for _ in range(2):
+        assert engine.connector.request_finished(request, []) == (False, None)
+        assert engine.connector.request_finished_all_groups(request, ()) == (False, None)
+        assert engine.connector.request_finished_all_groups(request, ([],)) == (False, None)
+    engine.run()
+    engine.assert_clean()
+
+
+def test_hooks_may_come_twice_or_for_strangers(toy_engine, prompts):
+    """Repeats, unknown requests and empty reports change nothing and raise nothing."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from qkvault.integrations.vllm.ops import StepReport
+
+    engine = toy_engine()
+    prompt = prompts(200)
+    engine.ask(prompt)
+    engine.forget_own_prefixes()
+    connector = engine.connector
+    told = []
+
+    def twice(plan):
+        told.append(plan)
+        for op in plan.loads:
+            blocks = engine.scheduler.kv_cache_manager.get_blocks(op.request_id)
+            connector.update_state_after_alloc(engine.requests[op.request_id], blocks, 0)
+
+    engine.on_plan = twice
+    request = engine.ask(prompt)
+    connector.get_external_cache_hit_sources(request, 5)
+    stranger = StepReport({99}, {"who": 0}, {"who": 0}, 7)
+    connector.update_connector_output(KVConnectorOutput())
+    connector.update_connector_output(KVConnectorOutput({"a"}, {"b"}, kv_connector_worker_meta=stranger))
+    assert connector.get_external_cache_hit_sources(request, 5) == {}
+    for worker in (engine.worker, engine.connector):
+        assert worker.get_finished(set()) == (None, None)
+        assert worker.get_block_ids_with_load_errors() == set()
+        assert worker.build_connector_worker_meta() is None
+    assert connector.take_events() == ()
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+def test_a_thousand_requests_log_a_handful_of_lines(toy_engine, prompts, log_lines):
+    """At the default level the log does not grow with the requests, and no count of tokens is negative."""
+    engine = toy_engine(max_num_seqs=64, num_blocks=300, max_num_batched_tokens=2048)
+    stem = prompts(20)
+    skip = {"extra_args": {"kv_transfer_params": {"qkvault.what": 1}}}
+    for number in range(1000):
+        engine.add(f"r{number}", stem + prompts(1), 1, sampling=skip if number % 2 else {})
+    engine.run()
+    assert len(log_lines) <= 3
+    assert not [line for line in log_lines if "=-" in line]
+    engine.assert_clean()

@@ -1,0 +1,75 @@
+"""Every policy keeps the contract, and has the order that its name says."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("qkvault.testing.policy_contract")
+
+from qkvault.config import CACHE_POLICIES  # noqa: E402  # below the one that must come first
+from qkvault.errors import ConfigError  # noqa: E402  # as above
+from qkvault.policies import POLICIES  # noqa: E402  # as above
+from qkvault.policies.lfu import LfuPolicy  # noqa: E402  # as above
+from qkvault.policies.lru import FifoPolicy, LruPolicy, MruPolicy  # noqa: E402  # as above
+from qkvault.testing.policy_contract import PolicyContract  # noqa: E402  # as above
+
+
+class TestLru(PolicyContract):
+    make_policy = LruPolicy
+
+
+class TestFifo(PolicyContract):
+    make_policy = FifoPolicy
+
+
+class TestMru(PolicyContract):
+    make_policy = MruPolicy
+
+
+class TestLfu(PolicyContract):
+    make_policy = LfuPolicy
+
+
+def order(name, added, used):
+    policy = POLICIES.load(name)()
+    for letter in added:
+        policy.add(letter.encode())
+    for letter in used:
+        policy.touch(letter.encode())
+    return b"".join(policy.victims()).decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "added", "used", "expected"),
+    [
+        ("lru", "abcd", "", "abcd"),
+        ("lru", "abcd", "ba", "cdba"),
+        ("fifo", "abcd", "ba", "abcd"),
+        ("mru", "abcd", "", "dcba"),
+        ("mru", "abcd", "ba", "abdc"),
+        ("lfu", "abcd", "", "abcd"),
+        ("lfu", "abcd", "bba", "cdab"),
+        ("lfu", "abcd", "dcba", "dcba"),  # all used once: who came to that count first
+        ("lfu", "abcda", "b", "cdab"),  # added again counts as a use
+    ],
+)
+def test_the_order_is_that_of_the_name(name, added, used, expected):
+    assert order(name, added, used) == expected
+
+
+def test_a_prompt_that_is_touched_from_its_tail_loses_its_tail_first():
+    """Under a recency order; that is how the store touches."""
+    assert order("lru", "abc", "cba") == "cba"
+
+
+def test_the_names_are_those_of_the_settings():
+    assert sorted(POLICIES.names) == sorted(CACHE_POLICIES)
+
+
+def test_an_unknown_name_is_refused_with_the_right_ones():
+    with pytest.raises(ConfigError, match="lru"):
+        POLICIES.load("lur")
+
+
+def test_a_policy_of_ones_own_is_loaded_by_its_path():
+    assert POLICIES.load("qkvault.policies.lru:MruPolicy") is MruPolicy

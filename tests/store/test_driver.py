@@ -1,0 +1,386 @@
+"""The running store: threads, tiers that misbehave, scans, and an end that always comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+pytest.register_assert_rewrite("qkvault.testing.transport_contract")
+
+from qkvault.client import StoreClient  # noqa: E402  # below the one that must come first
+from qkvault.testing import DictTier, FakeClock, FaultyTier, LatencyTier, WrapperTier  # noqa: E402  # as above
+from qkvault.testing.transport_contract import (  # noqa: E402  # as above
+    WAIT_SECONDS,
+    find,
+    make_driver,
+    prompt,
+    read,
+    reserve,
+    save,
+)
+from qkvault.types import Medium  # noqa: E402  # as above
+from qkvault.wire import messages as m  # noqa: E402  # as above
+from qkvault.wire.inproc import InprocTransport  # noqa: E402  # as above
+
+
+def connect(driver):
+    return StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test"))
+
+
+def until(holds):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def start():
+    """Starts stores over tiers; they are checked and closed after the test."""
+    drivers = []
+
+    def start(*tiers, **kwargs):
+        drivers.append(make_driver(*tiers, **kwargs))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.check()
+        driver.close(drain_seconds=0.0)
+
+
+def filled(*words):
+    """A tier that holds the chunks of ``words`` from an earlier run."""
+    tier = DictTier()
+    with closing(make_driver(tier)) as driver:
+        client = connect(driver)
+        for word in words:
+            save(client, word)
+        assert driver.drain(WAIT_SECONDS)
+        images = dict(tier.images)
+    tier.images = images  # close() has emptied it
+    return tier
+
+
+class Broken(WrapperTier):
+    """Raises wherever it is told to."""
+
+    def __init__(self, inner, *where):
+        super().__init__(inner)
+        self.where = set(where)
+
+    def raise_at(self, place):
+        if place in self.where:
+            msg = f"broken at {place}"
+            raise RuntimeError(msg)
+
+    def submit(self, job):
+        self.raise_at("submit")
+        super().submit(job)
+
+    def poll(self):
+        self.raise_at("poll")
+        return super().poll()
+
+    def scan(self):
+        self.raise_at("scan")
+        return super().scan()
+
+    def find(self, keys):
+        self.raise_at("find")
+        return super().find(keys)
+
+    def close(self):
+        super().close()
+        self.raise_at("close")
+
+
+class Gated(WrapperTier):
+    """Scans when the gate opens; what it holds may be asked for by key before."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.gate, self.is_scanning = threading.Event(), threading.Event()
+
+    def scan(self):
+        found = list(self.inner.scan())
+        self.is_scanning.set()
+        assert self.gate.wait(WAIT_SECONDS)
+        yield from found
+
+    def find(self, keys):
+        return [chunk for batch in self.inner.scan() for chunk in batch if chunk.key in keys]
+
+
+class TestReading:
+    def test_a_reader_sees_all_of_a_chunk_or_nothing(self, start):
+        """While it is written, stored in a slow tier, evicted and loaded: each read is a miss or the full bytes."""
+        driver = start(LatencyTier(DictTier(), 0.002), pool_bytes=6 * 8192)
+        words = ["aabbc", "aabbdd", "xxyy", "zzzzz"]
+        is_over = threading.Event()
+        seen, wrong = [], []
+
+        def read_on():
+            client = connect(driver)
+            while not is_over.is_set():
+                for word in words:
+                    located = client.wait(find(client, word), WAIT_SECONDS, time.monotonic)
+                    try:
+                        seen.append(read(client, located, word))
+                    except AssertionError as error:
+                        wrong.append(error)
+                    client.release(located.lease_id)
+
+        readers = [threading.Thread(target=read_on) for _ in range(8)]
+        for reader in readers:
+            reader.start()
+        client = connect(driver)
+        for _ in range(15):
+            for word in words:
+                save(client, word)
+            driver.check()
+        is_over.set()
+        for reader in readers:
+            reader.join()
+        assert wrong == []
+        assert 0 in seen
+        assert max(seen) >= 64
+
+    def test_a_wait_ends_although_the_load_ended_before_it_began(self, start):
+        """A result that came between the look and the wait is not slept through."""
+        driver = start(FaultyTier(DictTier()))
+        client = connect(driver)
+        save(client, "aa")
+        assert driver.drain(WAIT_SECONDS)
+        client.clear(lower_tiers=False)
+        located = find(client, "aa")
+        assert driver.drain(WAIT_SECONDS)
+        located = client.wait(located, 10 * WAIT_SECONDS, time.monotonic)
+        assert read(client, located, "aa") == 32
+
+
+class TestTiersThatRaise:
+    def test_a_job_that_is_not_taken_has_failed(self, start, caplog):
+        """Its slots are free again, and the chunk stays in RAM."""
+        driver = start(Broken(DictTier(), "submit"))
+        client = connect(driver)
+        assert save(client, "aa") == 1
+        assert driver.is_idle()
+        assert client.status().counters["failed.dict.unavailable"] == 1
+        assert read(client, find(client, "aa"), "aa") == 32
+        caplog.clear()  # the traceback holds the slot's memory
+
+    def test_one_tiers_fault_is_not_the_others(self, start):
+        """It counts as down; the other one is used, and leases go on ending."""
+        broken, good = Broken(DictTier(), "poll"), DictTier()
+        good.name = "good"
+        driver = start(broken, good, lease_seconds=0.01)
+        client = connect(driver)
+        save(client, "aa")
+        until(lambda: client.status().counters["stored.disk"] == 1)
+        find(client, "aa")
+        until(lambda: client.status().num_leases == 0)
+        assert [medium.is_healthy for medium in client.status().media] == [True, False, True]
+        broken.where.clear()
+        until(lambda: all(medium.is_healthy for medium in client.status().media))
+        assert driver.drain(WAIT_SECONDS)
+
+    def test_a_tier_that_cannot_be_scanned_starts_empty(self, start):
+        """The store runs."""
+        driver = start(Broken(filled("aa"), "scan", "find"))
+        client = connect(driver)
+        assert driver.drain(WAIT_SECONDS)
+        assert find(client, "aa").lease_id == 0
+        assert save(client, "aa") == 1
+
+    def test_a_tier_that_cannot_be_closed_does_not_keep_the_others_open(self):
+        """Nor the memory."""
+        broken, good = Broken(DictTier(), "close"), DictTier()
+        good.name = "good"
+        driver = make_driver(broken, good)
+        save(connect(driver), "aa")
+        assert driver.drain(WAIT_SECONDS)
+        driver.close()
+        assert good.images == {}
+        with pytest.raises(ValueError, match="released"):
+            driver.pool.view(0, 1)
+
+    def test_a_tier_that_comes_and_goes_is_followed(self, start):
+        """While it is away nothing of it is promised."""
+        tier = FaultyTier(DictTier())
+        driver = start(tier)
+        client = connect(driver)
+        save(client, "aa")
+        assert driver.drain(WAIT_SECONDS)
+        client.clear(lower_tiers=False)
+        tier.has_vanished = True
+        until(lambda: not client.status().media[1].is_healthy)
+        assert find(client, "aa").lease_id == 0
+        tier.has_vanished = False
+        until(lambda: client.status().media[1].is_healthy)
+        assert read(client, client.wait(find(client, "aa"), WAIT_SECONDS, time.monotonic), "aa") == 32
+
+
+class TestScans:
+    def test_what_was_there_before_is_found(self, start):
+        """A store serves what its tiers kept."""
+        driver = start(filled("aabbc"))
+        client = connect(driver)
+        assert driver.drain(WAIT_SECONDS)
+        assert read(client, client.wait(find(client, "aabbc"), WAIT_SECONDS, time.monotonic), "aabbc") == 80
+
+    def test_what_a_scan_has_not_come_to_is_asked_for_by_key(self, start):
+        """A prompt need not wait for the whole directory to be read."""
+        tier = Gated(filled("aabb"))
+        driver = start(tier)
+        client = connect(driver)
+        assert tier.is_scanning.wait(WAIT_SECONDS)
+        assert client.status().is_scanning
+        assert read(client, client.wait(find(client, "aabb"), WAIT_SECONDS, time.monotonic), "aabb") == 64
+        tier.gate.set()
+        assert driver.drain(WAIT_SECONDS)
+        assert client.status().media[1].num_chunks == 2
+
+    def test_a_clear_covers_what_a_scan_has_not_come_to(self, start):
+        """Neither the scan nor a question by key brings it back, and it is removed."""
+        tier = Gated(filled("aabb"))
+        driver = start(tier)
+        client = connect(driver)
+        assert tier.is_scanning.wait(WAIT_SECONDS)
+        client.clear()
+        assert find(client, "aa").lease_id == 0
+        tier.gate.set()
+        assert driver.drain(WAIT_SECONDS)
+        assert find(client, "aabb").lease_id == 0
+        assert tier.inner.images == {}
+
+    def test_closing_does_not_wait_for_a_scan(self, start):
+        """What it would still find is found the next time."""
+        tier = Gated(filled("aabb"))
+        driver = start(tier)
+        assert tier.is_scanning.wait(WAIT_SECONDS)
+        closer = threading.Thread(target=lambda: driver.close(drain_seconds=10 * WAIT_SECONDS))
+        closer.start()
+        until(lambda: driver._is_closing)
+        tier.gate.set()
+        closer.join(WAIT_SECONDS)
+        assert not closer.is_alive()
+
+
+class TestRequests:
+    def test_a_fault_of_ours_is_the_answer_to_one_request(self, start, monkeypatch):
+        """The store goes on."""
+        driver = start()
+        session = driver.open_session("test")
+        with monkeypatch.context() as patch:
+            patch.setattr(driver.manager, "poll", lambda *_: 1 / 0)
+            reply = driver.call(session, m.Poll(1))
+        assert (type(reply), reply.code) == (m.Failed, "internal")
+        assert driver.call(session, m.Poll(1)) == m.Located(0, (), 0)
+
+    def test_only_open_sessions_are_answered(self, start):
+        """What comes after the end of a session would never be given back."""
+        driver = start()
+        session = driver.open_session("test")
+        driver.close_session(session)
+        driver.close_session(session)
+        for unknown in (session, session + 1):
+            assert driver.call(unknown, m.Reserve((prompt("aa")[0].new(),))).code == "closed"
+        assert driver.pool.used_bytes == 0
+
+    def test_leases_end_by_the_clock(self):
+        """Without any request."""
+        clock = FakeClock()
+        driver = make_driver(lease_seconds=10.0, clock=clock)
+        with closing(driver):
+            client = connect(driver)
+            save(client, "aa")
+            find(client, "aa")
+            reserve(client, "xx")
+            assert client.status().num_leases == 2
+            clock.advance(11.0)
+            until(lambda: client.status().num_leases == 0)
+            assert client.status().counters["leases_expired"] == 2
+
+    def test_events_are_taken_as_they_come(self, start):
+        """For routers, from another thread."""
+        driver = start(DictTier())
+        client = connect(driver)
+        save(client, "aa")
+        assert driver.drain(WAIT_SECONDS)
+        assert {(event.stored, event.medium) for event in driver.take_events()} == {
+            (True, Medium.RAM),
+            (True, Medium.DISK),
+        }
+        client.clear()
+        assert {event.reason for event in driver.take_events()} == {"cleared"}
+
+    def test_a_reset_beats_a_store_that_is_under_way(self, start):
+        """Whatever the tier is doing, nothing from before is found afterwards."""
+        tier = FaultyTier(DictTier())
+        driver = start(tier)
+        client = connect(driver)
+        tier.is_mute = True
+        save(client, "aa")
+        reserved = reserve(client, "bb")
+        client.clear()
+        assert client.commit(reserved.lease_id) == 0
+        tier.release()
+        assert driver.drain(WAIT_SECONDS)
+        assert (find(client, "aa").lease_id, find(client, "bb").lease_id, tier.inner.images) == (0, 0, {})
+
+
+class TestTheEnd:
+    def test_drain_waits_for_jobs_and_no_longer_than_told(self, start):
+        """True when everything committed is in its tiers."""
+        tier = FaultyTier(DictTier())
+        driver = start(tier)
+        assert driver.drain(0.0)
+        tier.is_mute = True
+        save(connect(driver), "aa")
+        assert not driver.drain(0.01)
+        threading.Timer(0.02, tier.release).start()
+        assert driver.drain(WAIT_SECONDS)
+        assert len(tier.inner.images) == 1
+
+    def test_closing_finishes_what_was_begun(self):
+        """Also when several close at a time, and with clients that are still there."""
+        tier = DictTier()
+        images = []
+        tier.close = lambda: images.append(dict(tier.images))
+        driver = make_driver(LatencyTier(tier, 0.02))
+        client = connect(driver)
+        save(client, "aabb")
+        find(client, "aabb")
+        closers = [threading.Thread(target=driver.close) for _ in range(4)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join()
+        assert [len(held) for held in images] == [2]
+
+    def test_a_tier_that_does_not_answer_does_not_stop_the_end(self):
+        """The store is closed when its patience is over."""
+        tier = FaultyTier(DictTier())
+        tier.is_mute = True
+        driver = make_driver(tier)
+        save(connect(driver), "aa")
+        driver.close(drain_seconds=0.01)
+
+    def test_purging_empties_the_tiers(self):
+        """After the last job, lest it writes once more."""
+        calls = []
+
+        class Purged(WrapperTier):
+            def purge(self):
+                calls.append(len(self.inner.images))
+                return 0
+
+        tier = DictTier()
+        driver = make_driver(Purged(tier))
+        save(connect(driver), "aabb")
+        driver.close(purge=True)
+        assert calls == [2]

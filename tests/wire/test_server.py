@@ -1,0 +1,306 @@
+"""The server of a Unix socket: whatever one client does, the others are answered; who goes leaves nothing."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from contextlib import closing
+
+import pytest
+
+from qkvault.errors import ConfigError
+from qkvault.pool import Pool
+from qkvault.testing.transport_contract import find, read, reserve, save
+from qkvault.wire import codec, sockets
+from qkvault.wire import messages as m
+from qkvault.wire.sockets import SocketServer, unix_path
+
+HELLO = codec.encode(m.Hello(m.PROTOCOL_VERSION, "raw"), 1, 0)
+
+
+class TestAddress:
+    def test_only_its_owner_may_connect(self, server, path):
+        """The socket file has mode 0600, whatever the umask."""
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    def test_the_file_goes_with_the_server(self, server, path):
+        """Closing twice is fine."""
+        server.close()
+        server.close()
+        assert not path.exists()
+
+    def test_a_stale_file_is_replaced(self, driver, address, path):
+        """A socket that a killed server left behind is no obstacle."""
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as dead:
+            dead.bind(str(path))
+        assert path.exists()
+        with closing(SocketServer(driver, driver.pool, address, epoch=1)):
+            assert path.exists()
+
+    def test_a_live_server_is_not_replaced(self, driver, server, address, client):
+        """It goes on serving."""
+        with pytest.raises(ConfigError, match="another store"):
+            SocketServer(driver, driver.pool, address, epoch=1)
+        client.check()
+
+    def test_a_server_whose_queue_is_full_is_alive(self, driver, address, path):
+        """It does not answer at once, which is no reason to take its place."""
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as busy:
+            busy.bind(str(path))
+            busy.listen(0)
+            waiting = []
+            for _ in range(3):
+                waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect_ex(str(path))
+            with pytest.raises(ConfigError, match="another store"):
+                SocketServer(driver, driver.pool, address, epoch=1)
+            for plain in waiting:
+                plain.close()
+
+    @pytest.mark.parametrize("make", [lambda path: path.write_text("mine"), lambda path: path.mkdir()])
+    def test_what_is_no_socket_is_left_alone(self, driver, address, path, make):
+        """Nobody's file is removed."""
+        make(path)
+        with pytest.raises(ConfigError, match="not a socket"):
+            SocketServer(driver, driver.pool, address, epoch=1)
+        assert path.exists()
+
+    def test_a_successors_file_is_left_alone(self, driver, server, address, path):
+        """A server that closes late does not remove the file of the one that has taken its place."""
+        path.unlink()
+        with closing(SocketServer(driver, driver.pool, address, epoch=1)):
+            server.close()
+            assert path.exists()
+
+    def test_of_several_that_start_at_a_time_one_serves(self, driver, address):
+        """The others are refused; nobody's socket is lost."""
+        servers, refused = [], []
+
+        def start():
+            try:
+                servers.append(SocketServer(driver, driver.pool, address, epoch=1))
+            except ConfigError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=start) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(servers), len(refused)) == (1, 7)
+        servers[0].close()
+
+    def test_where_nothing_can_be_made_nothing_starts(self, driver, tmp_path):
+        """A folder that does not exist, and a path that is too long."""
+        for path in (tmp_path / "no" / "s", tmp_path / ("x" * 200)):
+            with pytest.raises(ConfigError, match="cannot listen"):
+                SocketServer(driver, driver.pool, f"unix://{path}", epoch=1)
+
+    def test_a_private_pool_cannot_be_served(self, driver, address, path):
+        """There would be nothing to send."""
+        with closing(Pool(4096, prefault=False)) as pool, pytest.raises(ConfigError, match="shared pool"):
+            SocketServer(driver, pool, address, epoch=1)
+        assert not path.exists()
+
+    @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "/run/s", "unix://"])
+    def test_other_addresses_are_refused(self, address):
+        with pytest.raises(ConfigError, match="is not unix"):
+            unix_path(address)
+
+
+class TestFrames:
+    def test_a_request_may_come_byte_by_byte(self, raw, ask, client):
+        """Others are answered meanwhile."""
+        slow = raw()
+        for at in range(len(HELLO) - 1):
+            slow.sendall(HELLO[at : at + 1])
+            if at % 8 == 0:
+                client.check()
+        assert isinstance(ask(slow, HELLO[-1:]), m.Welcome)
+
+    def test_requests_may_be_sent_ahead(self, raw):
+        """They are answered in order, each with its number and the store's epoch."""
+        plain = raw()
+        plain.sendall(HELLO + b"".join(codec.encode(m.Poll(n), n, 0) for n in range(2, 50)))
+        data = b""
+        while data.count(b"Located") < 48:
+            data += plain.recv(65536)
+        sequences = []
+        while data:
+            head = codec.decode_head(data)
+            sequences.append(head.sequence)
+            assert head.epoch == 7
+            data = data[codec.HEAD.size + head.body_bytes :]
+        assert sequences == list(range(1, 50))
+
+    def test_a_malformed_message_is_answered(self, raw, ask):
+        """Its frame was whole, so the connection goes on."""
+        plain = raw()
+        for body in (b"", b"\xff" * 30, b"\x80", b"\x81\xa4type\xa4Nope"):
+            reply = ask(plain, codec.HEAD.pack(len(body), 9, 0) + body)
+            assert (type(reply), reply.code) == (m.Failed, "protocol")
+        assert isinstance(ask(plain, HELLO), m.Welcome)
+
+    def test_a_frame_that_is_too_long_ends_the_connection(self, raw, is_cut_off, client):
+        """Nobody waits for it, or keeps memory for it."""
+        plain = raw()
+        plain.sendall(codec.HEAD.pack(codec.MAX_BODY_BYTES + 1, 1, 0))
+        assert is_cut_off(plain)
+        client.check()
+
+    def test_another_protocol_is_refused(self, raw, ask):
+        reply = ask(raw(), codec.encode(m.Hello(m.PROTOCOL_VERSION + 1, "newer"), 1, 0))
+        assert (type(reply), reply.code) == (m.Failed, "protocol")
+
+    def test_an_unfinished_frame_is_forgotten_with_its_client(self, raw, client, until):
+        """Half a head, half a body, or nothing at all."""
+        for part in (b"", HELLO[:7], HELLO[:-1]):
+            plain = raw()
+            plain.sendall(part)
+            plain.close()
+        until(lambda: client.status().num_sessions == 1)
+
+    def test_who_does_not_read_is_cut_off(self, monkeypatch, raw, client, until):
+        """Replies that nobody takes do not fill memory."""
+        monkeypatch.setattr(sockets, "_MAX_OUT_BYTES", 100_000)
+        plain = raw()
+        plain.setblocking(False)
+        frames = codec.encode(m.GetStatus(), 1, 0) * 1000
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012  # whichever send it is
+            while True:
+                try:
+                    plain.send(frames)
+                except BlockingIOError:
+                    client.check()
+        until(lambda: client.status().num_sessions == 1)
+
+    def test_a_slow_reader_gets_everything(self, raw):
+        """What does not fit the socket's buffer waits for its reader."""
+        plain = raw()
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sender = threading.Thread(target=lambda: plain.sendall(codec.encode(m.GetStatus(), 1, 0) * 2000))
+        sender.start()
+        data = bytearray()
+        while data.count(b"Status") < 2000:
+            data += plain.recv(1 << 16)
+        sender.join()
+
+    def test_random_frames_harm_nobody_else(self, raw, client):
+        """Thousands of them: garbage, wrong lengths, spoilt messages; then a valid request works."""
+        rng = random.Random(3)
+        assert save(client, "aa") == 1
+        good = [
+            codec.encode(message, 1, 0)
+            for message in (
+                m.Lookup(b"r" * 48, (b"k" * 48,) * 3, (b"1234",) * 3),
+                m.Reserve(tuple(chunk for chunk in ())),
+                m.Match(0, b"r" * 48, bytes(64)),
+                m.Release((1, 2)),
+                m.Commit(1, (b"k" * 48,)),
+            )
+        ]
+        plain = raw()
+        for _ in range(4000):
+            kind = rng.randrange(4)
+            frame = bytearray(rng.choice(good))
+            if kind == 0:
+                frame = bytearray(rng.randbytes(rng.randint(1, 60)))
+            elif kind == 1:
+                body = rng.randbytes(rng.randint(0, 60))
+                frame = bytearray(codec.HEAD.pack(len(body), 1, 0) + body)
+            elif kind == 2:
+                frame[rng.randrange(codec.HEAD.size, len(frame))] = rng.randrange(256)
+            else:
+                del frame[rng.randint(0, len(frame) - 1) :]
+            try:
+                plain.sendall(frame)
+            except OSError:
+                plain.close()
+                plain = raw()
+            if kind in (0, 3):  # what comes next would be taken for its rest
+                plain.close()
+                plain = raw()
+        assert read(client, find(client, "aa"), "aa") == 32
+        assert save(client, "bb") == 1
+        client.check()
+
+
+class TestClients:
+    def test_a_stranger_is_not_served(self, monkeypatch, raw, is_cut_off, server):
+        """Only processes of the same user, and root's, are."""
+        monkeypatch.setattr(sockets, "_peer_uid", lambda _: 12345678)
+        assert is_cut_off(raw())
+
+    def test_a_fault_of_ours_costs_one_connection(self, monkeypatch, driver, raw, is_cut_off, client):
+        """The thread that answers everybody goes on."""
+        original = driver.call
+        monkeypatch.setattr(
+            driver, "call", lambda session, request: 1 / 0 if session == 2 else original(session, request)
+        )
+        plain = raw()
+        plain.sendall(HELLO)
+        assert is_cut_off(plain)
+        client.check()
+
+    def test_a_client_that_cannot_be_accepted_does_not_stop_the_others(self, client, monkeypatch, raw, ask):
+        """Out of descriptors, for example, is a state that passes."""
+
+        def fail(_):
+            monkeypatch.undo()
+            raise OSError(24, "too many open files")
+
+        monkeypatch.setattr(socket.socket, "accept", fail)
+        assert isinstance(ask(raw(), HELLO), m.Welcome)
+        client.check()
+
+    def test_a_process_that_is_killed_leaves_nothing(self, client, driver, address, until):
+        """Its write in the middle of a copy is aborted, what it read is released, and nobody sees a byte of it."""
+        assert save(client, "aa") == 1
+        assert driver.drain(20)
+        used_bytes = driver.pool.used_bytes
+        child = subprocess.Popen([sys.executable, "-c", VICTIM, address], stdout=subprocess.PIPE, text=True)
+        with child, child.stdout:
+            assert child.stdout.readline() == "copying\n"
+            assert client.status().num_leases == 2
+            assert find(client, "xxyy").lease_id == 0
+            child.send_signal(signal.SIGKILL)
+            until(lambda: client.status().num_sessions == 1)
+        assert client.status().num_leases == 0
+        assert driver.pool.used_bytes == used_bytes
+        assert find(client, "xxyy").lease_id == 0
+        assert save(client, "xxyy") == 2
+        assert read(client, find(client, "xxyy"), "xxyy") == 64
+        client.check()
+
+    def test_closing_the_server_ends_all_sessions(self, server, driver, connect):
+        """Their leases end with them."""
+        reserve(connect(), "aa")
+        find(connect(), "aa")
+        server.close()
+        driver.check()
+        assert len(driver.manager.leases) == 0
+        assert driver.pool.used_bytes == 0
+
+
+VICTIM = """
+import sys
+from qkvault.client import StoreClient
+from qkvault.testing.transport_contract import find, prompt
+from qkvault.wire.sockets import SocketTransport
+
+client = StoreClient(SocketTransport(sys.argv[1], "victim"))
+assert find(client, "aa").lease_id
+chunks = prompt("xxyy")
+reserved = client.reserve([chunk.new() for chunk in chunks])
+chunks[0].write(client.pool.view(reserved.offsets[0], chunks[0].new().image_bytes))
+view = client.pool.view(reserved.offsets[1], chunks[1].new().image_bytes)
+print("copying", flush=True)
+while True:
+    view[4096:] = bytes(len(view) - 4096)
+"""
