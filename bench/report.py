@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import machine
-from bench.samples import Measure, Role, Row, Series, Spread, Unit, ratio
+from bench.samples import Measure, Role, Row, Series, Spread, Target, Unit, ratio
 
 FORMAT: Final = 1
 WIDTH: Final = 150  # where there is no terminal to ask
@@ -62,8 +62,8 @@ class Screen:
             table.add_section()
         self.out.print(table)
         for row in rows:
-            if (line := verdict(row)) is not None:
-                self.out.print(line)
+            for target in row.targets:
+                self.out.print(verdict(row, target))
         self.out.print()
 
 
@@ -108,11 +108,9 @@ def _rate(row: Row, series: Series) -> str:
     return f"{rate / 1e6:.1f} M tokens/s" if row.unit is Unit.TOKENS else ""
 
 
-def verdict(row: Row) -> Text | None:
-    """Whether the target is reached, in a line; None if there is none."""
-    target, reached = row.target, row.reached()
-    if target is None:
-        return None
+def verdict(row: Row, target: Target) -> Text:
+    """Whether a target is reached, in a line."""
+    reached = row.reached(target)
     words = {
         Measure.SPEED: f"at least {target.bound:g} of the speed of {target.against}",
         Measure.TIME: f"at most {target.bound:g} of the time of {target.against}",
@@ -122,7 +120,7 @@ def verdict(row: Row) -> Text | None:
     scale = {Measure.RATE: 1e-6, Measure.SECONDS: 1e3}.get(target.measure, 1.0)
     if reached is None:
         return Text(f"  ?  {row.name}: {words[target.measure]}: not measured", style="yellow")
-    is_met = bool(row.is_met())
+    is_met = bool(row.is_met(target))
     mark = "met" if is_met else "missed"
     return Text(
         f"  {mark:6}  {row.name}: {words[target.measure]}: {reached * scale:.3g}", style="green" if is_met else "red"
@@ -143,16 +141,21 @@ def as_json(benches: dict[str, list[Row]], skipped: Sequence[dict[str, str]], se
 
 
 def _row_json(row: Row) -> dict[str, object]:
-    target = None
-    if row.target is not None:
-        target = {"measure": row.target.measure.value, "bound": row.target.bound, "against": row.target.against}
-        target |= {"reached": row.reached(), "met": row.is_met()}
     ours = row.ours
     return {
         "name": row.name,
         "unit": row.unit.value,
         "amount": row.amount,
-        "target": target,
+        "targets": [
+            {
+                "measure": target.measure.value,
+                "bound": target.bound,
+                "against": target.against,
+                "reached": row.reached(target),
+                "met": row.is_met(target),
+            }
+            for target in row.targets
+        ],
         "series": [_series_json(row, ours, series) for series in row.series if series.seconds],
     }
 

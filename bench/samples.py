@@ -94,7 +94,7 @@ class Row(msgspec.Struct, kw_only=True):
     unit: Unit
     amount: float
     series: list[Series]
-    target: Target | None = None
+    targets: tuple[Target, ...] = ()
 
     @property
     def ours(self) -> Series | None:
@@ -105,10 +105,10 @@ class Row(msgspec.Struct, kw_only=True):
         """The series of that name, if it has samples."""
         return next((series for series in self.series if series.name == name and series.seconds), None)
 
-    def reached(self) -> float | None:
-        """What ours reaches, in terms of the target; None if there is no target or it was not measured."""
-        ours, target = self.ours, self.target
-        if ours is None or target is None:
+    def reached(self, target: Target) -> float | None:
+        """What ours reaches, in terms of ``target``; None if it was not measured."""
+        ours = self.ours
+        if ours is None:
             return None
         if target.measure is Measure.SECONDS:
             return statistics.median(ours.seconds)
@@ -119,13 +119,13 @@ class Row(msgspec.Struct, kw_only=True):
             return None
         return ratio(ours, other, is_speed=target.measure is Measure.SPEED).median
 
-    def is_met(self) -> bool | None:
-        """Whether the target is reached; None if that is not known."""
-        reached = self.reached()
-        if reached is None or self.target is None:
+    def is_met(self, target: Target) -> bool | None:
+        """Whether ``target`` is reached; None if that is not known."""
+        reached = self.reached(target)
+        if reached is None:
             return None
-        is_least = self.target.measure in (Measure.SPEED, Measure.RATE)
-        return reached >= self.target.bound if is_least else reached <= self.target.bound
+        is_least = target.measure in (Measure.SPEED, Measure.RATE)
+        return reached >= target.bound if is_least else reached <= target.bound
 
 
 def ratio(ours: Series, other: Series, *, is_speed: bool, by_cpu: bool = False) -> Spread:

@@ -76,8 +76,10 @@ def test_a_ratio_is_taken_round_by_round():
         "slow = Series(name='s', role=Role.OURS, seconds=[2, 4, 12])\n"
         "assert ratio(slow, fast, is_speed=True) == (0.5, 0.25, 0.5)\n"
         "assert ratio(slow, fast, is_speed=False) == (2, 2, 4)\n"
-        "row = Row(name='r', unit=Unit.CALLS, amount=1, series=[slow, fast], target=Target(Measure.SPEED, 0.5, 'f'))\n"
-        "assert row.is_met()\n"
+        "row = Row(name='r', unit=Unit.CALLS, amount=1, series=[slow, fast])\n"
+        "assert row.is_met(Target(Measure.SPEED, 0.5, 'f'))\n"
+        "assert not row.is_met(Target(Measure.TIME, 1.9, 'f'))\n"
+        "assert row.is_met(Target(Measure.TIME, 1.9, 'absent')) is None\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

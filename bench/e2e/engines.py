@@ -6,30 +6,35 @@ import json
 import runpy
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from bench import children
+from bench import children, machine
 from bench.children import Child
 from bench.machine import ROOT
 from bench.peers import MALLOC_TUNED, QUIET
 from bench.rawfiles import folder_bytes
-from bench.samples import Sample, Skip
+from bench.samples import Role, Sample, Skip
 from bench.settings import Settings
 
 START_SECONDS: Final = 600.0
+LIFE_BYTES: Final = 4 << 30  # of memory, for one engine with its pool
+POOL_BYTES: Final = 512 << 20  # some prompts: each is asked for again at once
 SETTLE_SECONDS: Final = 1.0  # for connectors that store after they have answered
 CORES: Final = "0-1"  # else vLLM keeps a core back in its default mode, and modes cannot be compared
 
 
 class Connector(NamedTuple):
-    """A connector: what to tell vLLM, in which environment, and what of it is measured."""
+    """A connector: what to tell vLLM, and in which environment."""
 
     case: str  # how --case names it
     name: str
-    config: dict[str, object] | None
-    env: dict[str, str]
-    is_peer: bool = False  # runs in the peer's environment
+    role: Role
+    config: dict[str, object] | None = None
+    env: Mapping[str, str] = MappingProxyType({})
+    is_foreign: bool = False  # runs in the peer's environment
     folder: Path | None = None  # what survives a restart lies here
 
 
@@ -41,12 +46,18 @@ class Answer(NamedTuple):
     tokens: list[int]
 
 
-def ours(ram: str, disk: Path | None = None) -> dict[str, object]:
-    """Our connector."""
-    extra: dict[str, object] = {"qkvault.ram_bytes": ram}
+def none() -> Connector:
+    """No connector at all."""
+    return Connector("none", "vLLM without a connector", Role.LIMIT)
+
+
+def ours(disk: Path | None = None) -> Connector:
+    """Our connector, in RAM or with a disk below it."""
+    extra = {"qkvault.ram_bytes": str(POOL_BYTES)}
     if disk is not None:
         extra["qkvault.disk_path"] = str(disk)
-    return {"kv_connector": "QKVaultConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    config = {"kv_connector": "QKVaultConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return Connector("ram" if disk is None else "disk", "QKVault", Role.OURS, config, folder=disk)
 
 
 def lmcache(chunk_tokens: int, *, is_tuned: bool = False) -> Connector:
@@ -59,13 +70,12 @@ def lmcache(chunk_tokens: int, *, is_tuned: bool = False) -> Connector:
     env = {
         "LMCACHE_CHUNK_SIZE": str(chunk_tokens),
         "LMCACHE_LOCAL_CPU": "True",
-        "LMCACHE_MAX_LOCAL_CPU_SIZE": "2",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(POOL_BYTES / 2**30),
     }
+    case, name = f"lmcache-{chunk_tokens}", f"LMCache in process, chunks of {chunk_tokens}"
     if is_tuned:
-        env |= MALLOC_TUNED
-    name = f"LMCache in process, chunks of {chunk_tokens}" + (", malloc tuned" if is_tuned else "")
-    case = f"lmcache-{chunk_tokens}" + ("-tuned" if is_tuned else "")
-    return Connector(case, name, config, env, is_peer=True)
+        case, name, env = f"{case}-tuned", f"{name}, malloc tuned", env | MALLOC_TUNED
+    return Connector(case, name, Role.PEER, config, env, is_foreign=True)
 
 
 def example(folder: Path) -> Connector:
@@ -75,7 +85,7 @@ def example(folder: Path) -> Connector:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
-    return Connector("example", "vLLM's ExampleConnector", config, {}, folder=folder)
+    return Connector("example", "vLLM's ExampleConnector", Role.PEER, config, folder=folder)
 
 
 def model_of(settings: Settings) -> Path:
@@ -92,9 +102,12 @@ class Life:
 
     def __init__(self, settings: Settings, connector: Connector, *, is_multiprocess: bool) -> None:
         """Begin to start it; ``wait_ready`` tells when it has."""
-        python = settings.peer_python if connector.is_peer else Path(sys.executable)
+        python = settings.peer_python if connector.is_foreign else Path(sys.executable)
         if python is None or not python.exists():
             msg = f"{connector.name}: no environment with it; --peer-venv names one"
+            raise Skip(msg)
+        if (available := machine.available_bytes()) < LIFE_BYTES:
+            msg = f"needs {LIFE_BYTES / 1e9:.1f} GB of memory, {available / 1e9:.1f} are free"
             raise Skip(msg)
         self.connector = connector
         work = {
@@ -106,11 +119,10 @@ class Life:
         env = QUIET | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_multiprocess else "0",
             "VLLM_CPU_OMP_THREADS_BIND": CORES,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
         command = [str(python), "-m", "bench.e2e.life", json.dumps(work)]
-        self._child = Child(connector.name, command, env | connector.env)
+        self._child = Child(connector.name, command, env | dict(connector.env))
 
     def wait_ready(self) -> None:
         """Block until it answers."""
@@ -131,7 +143,7 @@ class Life:
     def drop(self) -> None:
         """Empty vLLM's own prefix cache."""
         children.ask(self._child, do="drop")
-        time.sleep(SETTLE_SECONDS if self.connector.is_peer else 0.1)
+        time.sleep(SETTLE_SECONDS if self.connector.role is Role.PEER else 0.1)
 
     def settle_on_disk(self) -> None:
         """Wait until its folder has stopped growing."""

@@ -16,7 +16,8 @@ from typing import Any
 from bench import orders
 
 BLOCK_TOKENS = 32
-MAX_TOKENS = 8192
+MAX_TOKENS = 4096
+KV_BYTES = 512 << 20  # vLLM's own cache: some prompts
 POKES = 40
 
 
@@ -45,7 +46,8 @@ class Life:
             block_size=BLOCK_TOKENS,
             max_model_len=MAX_TOKENS,
             max_num_batched_tokens=MAX_TOKENS,  # a prompt is one step
-            max_num_seqs=8,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=KV_BYTES,
             enforce_eager=True,
             enable_prefix_caching=True,
             seed=work["seed"],
@@ -85,8 +87,10 @@ class Life:
         raise RuntimeError(msg)
 
     def end(self) -> dict[str, Any]:
-        """End the engine, so that what was begun is finished."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """End the engine, so that what was begun is finished. Idempotent."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         return {}
 
 
@@ -110,6 +114,7 @@ def main() -> None:
     life = Life(json.loads(sys.argv[1]))
     does = ("tokenize", "ask", "drop", "end")
     orders.serve({name: getattr(life, name) for name in does}, life.start)
+    life.end()
     os._exit(0)  # threads of a connector may keep the process
 
 

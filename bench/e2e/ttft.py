@@ -1,18 +1,19 @@
 """Time to the first token of one prompt: cold, from vLLM's own prefix cache, and from a connector.
 
-Every prompt is new. Cold it is sent twice, to an engine with our connector and to one without, in an order that turns;
-then vLLM's own cache is dropped and it is sent again, so that what is found comes from the connector; then once more,
+All engines of a comparison live at the same time, each in a process of its own, and one works while the others wait:
+every prompt is given to all of them in an order that turns, so that a noisy minute hits all. Cold it is new to all.
+Then vLLM's own cache is dropped and it is sent again, so that what is found comes from the connector; then once more,
 when vLLM's own cache has it. A disk hit comes after a restart of the engine, its files dropped from the page cache.
 """
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from bench.e2e.engines import Answer, Connector, Life, example, lmcache, ours
+from bench.e2e.engines import Answer, Connector, Life, example, lmcache, none, ours
 from bench.e2e.prompts import prompt_text
 from bench.rawfiles import drop_page_cache
 from bench.report import Screen
@@ -20,7 +21,6 @@ from bench.samples import Measure, Role, Row, Series, Skip, Target, Unit
 from bench.settings import Settings
 
 OWN = "vLLM's own prefix cache, same engine"
-NONE = "vLLM without a connector"
 MOST_COLD, MOST_RAM, MOST_DISK = 1.02, 1.2, 2.2
 HITS = 3  # of each prompt, where nothing has to be computed for them
 LONG_ANSWER = 16  # tokens that are compared
@@ -45,33 +45,48 @@ class Prompts:
 
 
 class Asked:
-    """Answers to the same prompts in one way, as a series."""
+    """Answers in one way, as a series."""
 
     def __init__(self, name: str, role: Role) -> None:
         """None yet."""
         self.series = Series(name=name, role=role)
 
-    def add(self, answer: Answer, *, like: Answer | None = None) -> None:
-        """One more; notes whether all had the tokens of those they should be ``like``."""
-        facts = self.series.facts
+    def add(self, answer: Answer) -> None:
+        """One more."""
         self.series.add(answer.sample)
-        facts["found"] = answer.cached
-        if like is not None:
-            facts["same tokens"] = bool(facts.get("same tokens", True)) and answer.tokens == like.tokens
+        self.series.facts["found"] = answer.cached
+
+    def compare(self, answer: Answer, other: Answer) -> None:
+        """Note whether the tokens are, and always were, those of another answer."""
+        facts = self.series.facts
+        facts["same tokens"] = bool(facts.get("same tokens", True)) and answer.tokens == other.tokens
 
 
-@contextlib.contextmanager
-def lives(settings: Settings, connectors: Sequence[Connector], *, is_multiprocess: bool) -> Iterator[list[Life]]:
-    """Engines that run at the same time, of which one works while the others wait."""
-    started: list[Life] = []
-    try:
-        for connector in connectors:
-            started.append(Life(settings, connector, is_multiprocess=is_multiprocess))
-            started[-1].wait_ready()
-        yield started
-    finally:
-        for life in started:
-            life.close()
+class Runner:
+    """One engine among those that are compared, and what it answered."""
+
+    def __init__(self, connector: Connector) -> None:
+        """Not running yet."""
+        self.connector = connector
+        self.life: Life | None = None
+        self.cold = Asked(connector.name, connector.role)
+        self.hit = Asked(connector.name, connector.role)
+        self.own = Asked(OWN, Role.LIMIT)
+        self.answers: dict[int, Answer] = {}  # cold, by number of the prompt
+
+    @property
+    def running(self) -> Life:
+        """Its engine. Raises Skip if it has none."""
+        if self.life is None:
+            msg = "it is not running"
+            raise Skip(msg)
+        return self.life
+
+    def stop(self) -> None:
+        """End its process."""
+        if self.life is not None:
+            self.life.close()
+            self.life = None
 
 
 def run(settings: Settings, screen: Screen) -> list[Row]:
@@ -79,161 +94,162 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
     rows: list[Row] = []
     for engine in settings.engines:
         mode = Mode(settings, screen, engine)
-        mode.run_all()
-        rows += mode.rows()
-    if not any(row.series for row in rows):
+        if not settings.cases or "ram" in settings.cases:
+            rows += mode.in_ram()
+        if not settings.cases or "disk" in settings.cases:
+            rows += mode.on_disk()
+    rows = [row for row in rows if row.ours is not None]
+    if not rows:
         msg = "no engine could be measured"
         raise Skip(msg)
-    return [row for row in rows if row.series]
+    return rows
 
 
 class Mode:
-    """All measurements under one of vLLM's modes."""
+    """The measurements under one of vLLM's modes."""
 
     def __init__(self, settings: Settings, screen: Screen, engine: str) -> None:
         """``engine`` is a key of ENGINES."""
         self._settings = settings
         self._screen = screen
         self._engine = engine
+        self._title = ENGINES[engine]
         self._prompts = Prompts(settings)
         self._numbers = range(settings.sizes.ttft_rounds)
-        self._cold: list[Series] = []
-        self._ram: list[Series] = []
-        self._disk: list[Series] = []
 
-    def run_all(self) -> None:
-        """Every case; one that cannot run is told about."""
-        with tempfile.TemporaryDirectory(prefix="qkvault-bench-", dir=self._settings.scratch) as name:
-            folder = Path(name)
-            on_disk = Connector("disk", "QKVault", ours("1GiB", folder / "ours"), {}, folder=folder / "ours")
-            of_vllm = example(folder / "example")
-            cases: dict[str, Callable[[], None]] = {
-                "ram": self._against_none,
-                "disk": lambda: self._over_restart(on_disk, Role.OURS),
-                of_vllm.case: lambda: self._over_restart(of_vllm, Role.PEER),
-            }
-            if self._settings.peer_venv is not None:
-                for peer in (lmcache(256), lmcache(256, is_tuned=True), lmcache(32)):
-                    cases[peer.case] = lambda peer=peer: self._peer_in_ram(peer)
-            for case, measure in cases.items():
-                if self._settings.cases and case not in self._settings.cases:
-                    continue
-                try:
-                    measure()
-                except Skip as reason:
-                    self._screen.skip(f"ttft, {ENGINES[self._engine]}, {case}", str(reason))
-
-    def rows(self) -> list[Row]:
-        """What was found."""
-        mode = ENGINES[self._engine]
-        told = [
-            (f"cold, {mode}", self._cold, Target(Measure.TIME, MOST_COLD, NONE)),
-            (f"hit in RAM, {mode}", self._ram, Target(Measure.TIME, MOST_RAM, OWN)),
-            (f"hit on disk after a restart, {mode}", self._disk, Target(Measure.TIME, MOST_DISK, OWN)),
-        ]
+    def in_ram(self) -> list[Row]:
+        """Cold, and found in RAM."""
+        with tempfile.TemporaryDirectory(prefix="qkvault-bench-", dir=self._settings.scratch) as folder:
+            peers = [example(Path(folder)), lmcache(256), lmcache(256, is_tuned=True), lmcache(32)]
+            runners = [Runner(none()), Runner(ours()), *map(Runner, filter(self._is_wanted, peers))]
+            with self._lives(runners) as alive, self._task("RAM", len(self._numbers)) as advance:
+                for number in self._numbers:
+                    for runner in self._turn(alive, number):
+                        with self._attempt(alive, runner):
+                            self._ask_cold(runner, number)
+                    for runner in alive[1:] if alive[:1] == runners[:1] else []:
+                        runner.cold.compare(runner.answers[number], runners[0].answers[number])
+                    for _ in range(HITS):
+                        for runner in self._turn(alive, number):
+                            with self._attempt(alive, runner):
+                                self._ask_again(runner, number)
+                    advance()
+                for runner in list(alive):
+                    with self._attempt(alive, runner):
+                        self._compare_long(runner)
+        owns = [runner.own.series for runner in runners if runner.connector.role is Role.OURS]
+        hits = [runner.hit.series for runner in runners[1:]]
         return [
-            Row(name=name, unit=Unit.CALLS, amount=1, series=series, target=target) for name, series, target in told
+            self._row("cold", [runner.cold.series for runner in runners], MOST_COLD, runners[0].connector.name),
+            self._row("hit in RAM", hits[:1] + owns + hits[1:], MOST_RAM, OWN),
         ]
 
-    def _against_none(self) -> None:
-        """Ours in RAM beside no connector at all, both running, by turns."""
-        none = Connector("none", NONE, None, {})
-        in_ram = Connector("ram", "QKVault", ours("2GiB"), {})
-        cold, bare = Asked("QKVault", Role.OURS), Asked(NONE, Role.LIMIT)
-        hit, own = Asked("QKVault", Role.OURS), Asked(OWN, Role.LIMIT)
-        with self._lives(none, in_ram) as (without, with_ours), self._task("RAM", len(self._numbers)) as advance:
-            for life in (without, with_ours):
-                self._warm_up(life)
-            for number in self._numbers:
-                ids = self._prompts.get(without, number)
-                turns = [(without, bare), (with_ours, cold)]
-                answers = {}
-                for life, asked in turns if number % 2 else reversed(turns):
-                    answers[asked] = life.ask(ids)
-                bare.add(answers[bare])
-                cold.add(answers[cold], like=answers[bare])
-                for _ in range(HITS):
-                    with_ours.drop()
-                    hit.add(with_ours.ask(ids), like=answers[cold])
-                    own.add(with_ours.ask(ids), like=answers[cold])
-                advance()
-            hit.series.facts[f"same {LONG_ANSWER} tokens"] = self._has_same_answer(with_ours)
-        self._cold += [cold.series, bare.series]
-        self._ram += [hit.series, own.series]
+    def on_disk(self) -> list[Row]:
+        """Found on disk by an engine that was started anew."""
+        with tempfile.TemporaryDirectory(prefix="qkvault-bench-", dir=self._settings.scratch) as folder:
+            peers = [example(Path(folder) / "example")]
+            runners = [Runner(ours(Path(folder) / "ours")), *map(Runner, filter(self._is_wanted, peers))]
+            with self._lives(runners) as alive, self._task("before the restart", len(self._numbers)) as advance:
+                for number in self._numbers:
+                    for runner in self._turn(alive, number):
+                        with self._attempt(alive, runner):
+                            self._ask_cold(runner, number)
+                            runner.running.drop()
+                    advance()
+                for runner in list(alive):
+                    with self._attempt(alive, runner):
+                        runner.running.settle_on_disk()
+                        runner.running.end()
+            stored = [runner for runner in runners if len(runner.answers) == len(self._numbers)]
+            with self._lives(stored) as alive, self._task("after the restart", len(self._numbers)) as advance:
+                for number in self._numbers:
+                    for runner in self._turn(alive, number):
+                        with self._attempt(alive, runner):
+                            drop_page_cache(Path(folder))
+                            self._ask_again(runner, number)
+                    advance()
+        hits = [runner.hit.series for runner in runners]
+        return [self._row("hit on disk after a restart", [hits[0], runners[0].own.series, *hits[1:]], MOST_DISK, OWN)]
 
-    def _over_restart(self, connector: Connector, role: Role) -> None:
-        """Store in one life, hit in the next; for a peer also the hit without a restart."""
-        cold, warm = Asked(connector.name, role), Asked(f"{connector.name}, page cache", role)
-        hit, own = Asked(connector.name, role), Asked(OWN, Role.LIMIT)
-        answers: dict[int, Answer] = {}
-        with self._lives(connector) as (life,), self._task("first life", len(self._numbers)) as advance:
-            self._warm_up(life)
-            for number in self._numbers:
-                ids = self._prompts.get(life, number)
-                answers[number] = life.ask(ids)
-                cold.add(answers[number])
-                life.drop()
-                for _ in range(HITS if role is Role.PEER else 0):
-                    warm.add(life.ask(ids), like=answers[number])
-                    life.drop()
-                advance()
-            life.settle_on_disk()
-            life.end()
-        with self._lives(connector) as (life,), self._task("after the restart", len(self._numbers)) as advance:
-            self._warm_up(life)
-            for number in self._numbers:
-                if connector.folder is not None:
-                    drop_page_cache(connector.folder)
-                ids = self._prompts.get(life, number)
-                hit.add(life.ask(ids), like=answers[number])
-                own.add(life.ask(ids), like=answers[number])
-                life.drop()
-                advance()
-        if role is Role.PEER:
-            self._cold.append(cold.series)
-            self._ram.append(warm.series)
-            self._disk.append(hit.series)
-        else:
-            self._disk += [hit.series, own.series]
+    def _ask_cold(self, runner: Runner, number: int) -> None:
+        answer = runner.running.ask(self._prompts.get(runner.running, number))
+        runner.answers[number] = answer
+        runner.cold.add(answer)
 
-    def _peer_in_ram(self, connector: Connector) -> None:
-        cold, hit = Asked(connector.name, Role.PEER), Asked(connector.name, Role.PEER)
-        with self._lives(connector) as (life,), self._task("RAM", len(self._numbers)) as advance:
-            self._warm_up(life)
-            for number in self._numbers:
-                ids = self._prompts.get(life, number)
-                answer = life.ask(ids)
-                cold.add(answer)
-                life.drop()
-                for _ in range(HITS):
-                    hit.add(life.ask(ids), like=answer)
-                    life.drop()
-                advance()
-            hit.series.facts[f"same {LONG_ANSWER} tokens"] = self._has_same_answer(life)
-        self._cold.append(cold.series)
-        self._ram.append(hit.series)
+    def _ask_again(self, runner: Runner, number: int) -> None:
+        """From the connector, then from vLLM's own cache."""
+        if runner.connector.config is None:
+            return
+        ids = self._prompts.get(runner.running, number)
+        runner.running.drop()
+        for asked in (runner.hit, runner.own):
+            answer = runner.running.ask(ids)
+            asked.add(answer)
+            asked.compare(answer, runner.answers[number])
 
-    def _warm_up(self, life: Life) -> None:
-        """What a process pays for once: a cold prompt and, with a connector, a hit."""
-        ids = self._prompts.get(life, WARMUP_PROMPT)
-        for _ in range(1 if life.connector.config is None else 2):
-            life.ask(ids)
-            life.drop()
-
-    def _has_same_answer(self, life: Life) -> bool:
-        """Whether a longer answer after a hit is the one after a hit in vLLM's own cache.
+    def _compare_long(self, runner: Runner) -> None:
+        """Note whether a longer answer after a hit is the one after a hit in vLLM's own cache.
 
         Not the cold one: there the last block is computed in another batch, and floats do not add up alike.
         """
-        ids = self._prompts.get(life, ANSWER_PROMPT)
-        life.ask(ids)
-        life.drop()
-        return life.ask(ids, LONG_ANSWER).tokens == life.ask(ids, LONG_ANSWER).tokens
+        if runner.connector.config is None:
+            return
+        ids = self._prompts.get(runner.running, ANSWER_PROMPT)
+        runner.running.ask(ids)
+        runner.running.drop()
+        hit, own = runner.running.ask(ids, LONG_ANSWER), runner.running.ask(ids, LONG_ANSWER)
+        runner.hit.series.facts[f"same {LONG_ANSWER} tokens"] = hit.tokens == own.tokens
 
-    def _lives(self, *connectors: Connector) -> contextlib.AbstractContextManager[list[Life]]:
-        names = " and ".join(connector.name for connector in connectors)
-        self._screen.say(f"starting {names}, {ENGINES[self._engine]}")
-        return lives(self._settings, connectors, is_multiprocess=self._engine == "mp")
+    @contextmanager
+    def _lives(self, runners: Sequence[Runner]) -> Iterator[list[Runner]]:
+        """Start all; gives those that run."""
+        alive: list[Runner] = []
+        try:
+            for runner in runners:
+                self._screen.say(f"starting {runner.connector.name}, {self._title}")
+                alive.append(runner)
+                with self._attempt(alive, runner):
+                    runner.life = Life(self._settings, runner.connector, is_multiprocess=self._engine == "mp")
+                    runner.life.wait_ready()
+                    self._warm_up(runner)
+            yield alive
+        finally:
+            for runner in runners:
+                runner.stop()
 
-    def _task(self, what: str, total: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        return self._screen.task(f"ttft, {ENGINES[self._engine]}, {what}", total)
+    def _warm_up(self, runner: Runner) -> None:
+        """What a process pays for once: a cold prompt and, with a connector, a hit."""
+        ids = self._prompts.get(runner.running, WARMUP_PROMPT)
+        for _ in range(1 if runner.connector.config is None else 2):
+            runner.running.ask(ids)
+            runner.running.drop()
+
+    @contextmanager
+    def _attempt(self, alive: list[Runner], runner: Runner) -> Iterator[None]:
+        """Go on without ``runner`` if it fails."""
+        try:
+            yield
+        except Skip as reason:
+            self._screen.skip(f"ttft, {self._title}, {runner.connector.name}", str(reason))
+            runner.stop()
+            alive.remove(runner)
+
+    @staticmethod
+    def _turn(alive: list[Runner], number: int) -> list[Runner]:
+        first = number % max(1, len(alive))
+        return alive[first:] + alive[:first]
+
+    def _is_wanted(self, peer: Connector) -> bool:
+        cases = self._settings.cases
+        if peer.is_foreign and self._settings.peer_venv is None:
+            return False
+        return not cases or peer.case in cases
+
+    def _row(self, what: str, series: list[Series], most: float, against: str) -> Row:
+        targets = (Target(Measure.TIME, most, against),)
+        order = {Role.OURS: 0, Role.LIMIT: 1, Role.PEER: 2}
+        told = sorted((one for one in series if one.seconds), key=lambda one: order[one.role])
+        return Row(name=f"{what}, {self._title}", unit=Unit.CALLS, amount=1, series=told, targets=targets)
+
+    def _task(self, what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
+        return self._screen.task(f"ttft, {self._title}, {what}", total)

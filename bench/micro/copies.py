@@ -122,9 +122,9 @@ def copy_rows(
         found = measure(groups, rounds=rounds, warmup=2, advance=advance, before=before, after=after)
     del plain, groups  # their arrays look at the memory
     memory.close()
-    target = Target(Measure.SPEED, PART_OF_MEMCPY, WHOLE)
+    targets = tuple(Target(Measure.SPEED, PART_OF_MEMCPY, against) for against in (WHOLE, PAGEWISE))
     return [
-        Row(name=name, unit=Unit.BYTES, amount=pages.num_bytes, series=series, target=target)
+        Row(name=name, unit=Unit.BYTES, amount=pages.num_bytes, series=series, targets=targets)
         for name, series in found.items()
     ]
 

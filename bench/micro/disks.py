@@ -102,6 +102,6 @@ def _rounds(settings: Settings, screen: Screen, rig: Rig, store: EmbeddedStore, 
         )  # fmt: skip
     target = Target(Measure.SPEED, PART_OF_RAW, limit)
     return [
-        Row(name=name, unit=Unit.BYTES, amount=pages.num_bytes, series=series, target=target)
+        Row(name=name, unit=Unit.BYTES, amount=pages.num_bytes, series=series, targets=(target,))
         for name, series in found.items()
     ]

@@ -109,8 +109,8 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
     with screen.task("hash", settings.sizes.short_rounds + 3) as advance:
         found = measure([group], rounds=settings.sizes.short_rounds, warmup=3, advance=advance)
     amounts = {grown: CHUNK_TOKENS}
-    targets = {name: Target(Measure.RATE, MIN_TOKENS_A_SECOND)}
+    targets = {name: (Target(Measure.RATE, MIN_TOKENS_A_SECOND),)}
     return [
-        Row(name=row, unit=Unit.TOKENS, amount=amounts.get(row, count), series=series, target=targets.get(row))
+        Row(name=row, unit=Unit.TOKENS, amount=amounts.get(row, count), series=series, targets=targets.get(row, ()))
         for row, series in found.items()
     ]

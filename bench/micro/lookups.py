@@ -100,8 +100,8 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
         advance = stack.enter_context(screen.task("lookup", rounds + 3))
         found = measure([group], rounds=rounds, warmup=3, advance=advance)
         work.rig.engine.close()
-    targets = {kept: Target(Measure.SECONDS, MAX_SECONDS)}
+    targets = {kept: (Target(Measure.SECONDS, MAX_SECONDS),)}
     return [
-        Row(name=name, unit=Unit.CALLS, amount=1, series=series, target=targets.get(name))
+        Row(name=name, unit=Unit.CALLS, amount=1, series=series, targets=targets.get(name, ()))
         for name, series in found.items()
     ]

@@ -16,11 +16,11 @@ from pathlib import Path
 from bench.children import Child
 from bench.geometry import Geometry, Pages, geometries
 from bench.micro.copies import PROMPTS, copy_rows
-from bench.micro.lookups import DICT, MAX_SECONDS, THIN, Lookups
+from bench.micro.lookups import DICT, THIN, Lookups
 from bench.micro.server import ECHO_BYTES
 from bench.report import Screen
 from bench.rig import Rig, pool_bytes, require_memory
-from bench.samples import Case, Measure, Role, Row, Sample, Series, Skip, Target, Unit, measure
+from bench.samples import Case, Role, Row, Sample, Series, Skip, Unit, measure
 from bench.settings import Settings
 from qkvault.client import StoreClient
 from qkvault.config import Config
@@ -84,8 +84,7 @@ def _lookups(settings: Settings, screen: Screen) -> list[Row]:
         ]
         with screen.task("socket, lookup", rounds + 3) as advance:
             found = measure([group], rounds=rounds, warmup=3, advance=advance)
-    target = Target(Measure.SECONDS, MAX_SECONDS)
-    return [Row(name=name, unit=Unit.CALLS, amount=1, series=series, target=target) for name, series in found.items()]
+    return [Row(name=name, unit=Unit.CALLS, amount=1, series=series) for name, series in found.items()]
 
 
 def _round_trips(settings: Settings, screen: Screen) -> Row:

@@ -117,7 +117,7 @@ class Gated(WrapperTier):
 
 class TestReading:
     def test_a_reader_sees_all_of_a_chunk_or_nothing(self, start):
-        """While it is written, stored in a slow tier, evicted and loaded: each read is a miss or the full bytes."""
+        """B121: while it is written, stored slowly, evicted and loaded, each read is a miss or the full bytes."""
         driver = start(LatencyTier(DictTier(), 0.002), pool_bytes=6 * 8192)
         words = ["aabbc", "aabbdd", "xxyy", "zzzzz"]
         is_over = threading.Event()
@@ -226,14 +226,14 @@ class TestTiersThatRaise:
 
 class TestScans:
     def test_what_was_there_before_is_found(self, start):
-        """A store serves what its tiers kept."""
+        """B126: a store serves what its tiers kept."""
         driver = start(filled("aabbc"))
         client = connect(driver)
         assert driver.drain(WAIT_SECONDS)
         assert read(client, client.wait(find(client, "aabbc"), WAIT_SECONDS, time.monotonic), "aabbc") == 80
 
     def test_what_a_scan_has_not_come_to_is_asked_for_by_key(self, start):
-        """A prompt need not wait for the whole directory to be read."""
+        """B126: a prompt need not wait for the whole directory to be read."""
         tier = Gated(filled("aabb"))
         driver = start(tier)
         client = connect(driver)
@@ -363,7 +363,7 @@ class TestTheEnd:
         assert [len(held) for held in images] == [2]
 
     def test_a_tier_that_does_not_answer_does_not_stop_the_end(self):
-        """The store is closed when its patience is over."""
+        """B133: the store is closed when its patience is over."""
         tier = FaultyTier(DictTier())
         tier.is_mute = True
         driver = make_driver(tier)

@@ -102,7 +102,7 @@ def test_the_policy_says_who_leaves_first(make_desk, policy):
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "mru"])
 def test_a_head_never_leaves_before_its_tail(make_desk, policy):
-    """In every order a chain loses its end first."""
+    """B122: in every order a chain loses its end first."""
     desk = make_desk(slots=6, policy=policy)
     desk.save("aabbccdd")
     desk.use("aa")
@@ -116,7 +116,7 @@ def test_a_head_never_leaves_before_its_tail(make_desk, policy):
 
 
 def test_what_is_held_stays_with_all_it_hangs_on(make_desk):
-    """A pinned tail holds its head; its siblings may leave."""
+    """B122: a pinned tail holds its head; its siblings may leave."""
     desk = make_desk(slots=5)
     desk.save("aabb")
     desk.save("aacc")
@@ -160,9 +160,30 @@ def test_fragments_are_joined_by_evicting_more(make_desk):
     desk.settle()
 
 
+def test_the_same_prompt_again_in_a_tiny_pool(make_desk):
+    """Its bytes or a miss, however often, and never an error."""
+    desk = make_desk(slots=1, caps=[1])
+    for _ in range(20):
+        desk.save("aabb")
+        assert desk.found("aabb") in (0, 32)
+        desk.save("b")
+        desk.end_jobs()
+
+
+def test_what_has_left_leaves_no_trace(make_desk):
+    """The index is as large as the cache, however many chunks have come and gone."""
+    desk = make_desk(slots=6, caps=[4])
+    for at in range(600):
+        desk.save(f"{chr(100 + at)}{chr(900 + at % 7)}ab"[: 2 + at % 3])
+        desk.found(f"{chr(100 + at // 2)}{chr(900 + at // 2 % 7)}ab")
+        desk.end_jobs()
+    assert len(desk.store.index) <= 2 * (6 + 4) + 1
+    assert len(desk.store.leases) == 0
+
+
 class TestTiers:
     def test_a_tier_never_passes_its_cap(self, make_desk):
-        """Three times the cap is stored; the oldest leave, before what needs their room is written."""
+        """B125: three times the cap is stored; the oldest leave, before what needs their room is written."""
         desk = make_desk(slots=8, caps=[2])
         for letter in "abcdef":
             desk.save(letter * 2)
@@ -172,7 +193,7 @@ class TestTiers:
         desk.assert_cache(disk="ee ff")
 
     def test_bytes_are_given_back_however_a_chunk_leaves(self, make_desk):
-        """After ten times the capacity was stored and removed the tier still takes what it has room for."""
+        """B125: after ten times the capacity was stored and removed the tier still takes what it has room for."""
         desk = make_desk(slots=8, caps=[3])
         for at in range(30):
             desk.save("ab"[at % 2] * 2 + "xx"[: at % 3])
@@ -190,7 +211,7 @@ class TestTiers:
         desk.assert_cache(disk="aa aabb aabbcc")
 
     def test_a_tier_evicts_the_tail_first(self, make_desk):
-        """A head that is being relied on does not leave for its own tail, nor before it."""
+        """B122: a head that is being relied on does not leave for its own tail, nor before it."""
         desk = make_desk(slots=8, caps=[2])
         desk.save("aabbcc")
         desk.end_jobs()

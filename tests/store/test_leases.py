@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from qkvault.image import key_in
@@ -84,7 +85,7 @@ class TestRead:
         assert desk.poll(located).lease_id == 0
 
     def test_a_late_reader_sees_that_the_slot_has_another_owner(self, make_desk):
-        """The header of a slot is wiped before its new owner writes."""
+        """B134: the header of a slot is wiped before its new owner writes."""
         desk = make_desk(slots=1)
         desk.save("aa")
         located = desk.lookup("aa")
@@ -97,6 +98,19 @@ class TestRead:
         assert key_in(image) != ref.key
         desk.store.abort(1, reserved.lease_id)
 
+    def test_a_late_reader_sees_it_also_where_the_new_slot_begins_elsewhere(self, make_desk):
+        """B134: no old header is left in the middle of another chunk's bytes."""
+        desk = make_desk(slots=2)
+        desk.save("aabb")
+        located = desk.lookup("aabb")
+        desk.release(located)
+        double = msgspec.structs.replace(desk.chunks("xx")[0].new(), image_bytes=2 * 8192)
+        reserved = desk.store.reserve(1, [double], 0.0)
+        assert reserved.outcomes == (Outcome.RESERVED,)
+        for ref in located.ready:
+            assert key_in(desk.pool.view(ref.offset, ref.image_bytes)) != ref.key
+        desk.store.abort(1, reserved.lease_id)
+
     def test_reading_one_chunk_of_several_leases_keeps_their_order(self, desk):
         """Poll answers with the same chunks as the lookup, in order."""
         desk.save("aabbcc")
@@ -107,7 +121,7 @@ class TestRead:
 
 class TestWrite:
     def test_a_write_that_ran_out_is_aborted(self, make_desk):
-        """Its chunks are misses, and its late commit publishes nothing."""
+        """B121: its chunks are misses, and its late commit publishes nothing."""
         desk = make_desk(lease_seconds=10.0)
         reserved = desk.reserve("aabb")
         desk.clock.advance(11.0)
@@ -143,7 +157,7 @@ class TestWrite:
         assert desk.read(desk.lookup("aa")) == [("aa", 32)]
 
     def test_a_session_that_ends_aborts_its_writes(self, make_desk):
-        """Nothing of it is ever readable, and its slots are free at once."""
+        """B121: nothing of it is ever readable, and its slots are free at once."""
         desk = make_desk(slots=2, caps=[8])
         desk.save("x", session=2)
         desk.end_jobs()
@@ -156,6 +170,19 @@ class TestWrite:
         desk.release(held, session=2)
         assert desk.save("aabb") == 2
         assert desk.found("aabb") == 64
+
+    def test_what_a_late_writer_left_is_not_taken_for_his_successors(self, make_desk):
+        """A slot is blank when it is given, so that one who writes nothing publishes nothing."""
+        desk = make_desk(slots=1, lease_seconds=10.0)
+        late = desk.reserve("aa")
+        desk.clock.advance(11.0)
+        desk.store.expire(desk.clock())
+        (chunk,) = desk.chunks("aa")
+        chunk.write(desk.pool.view(late.offsets[0], 8192))
+        assert desk.store.commit(1, late.lease_id) == 0
+        reserved = desk.store.reserve(2, [chunk.new()], desk.clock())
+        assert reserved.offsets == late.offsets
+        assert desk.store.commit(2, reserved.lease_id) == 0
 
 
 STEPS = [

@@ -24,7 +24,7 @@ def reasons(desk):
 
 
 def test_events_rebuild_the_contents_of_every_tier(make_desk):
-    """Whatever happens, in whatever order."""
+    """B57: whatever happens, in whatever order."""
     rng = random.Random(7)
     desk, model = make_desk(slots=5, caps=[4, 6]), StoreModel()
     held = []
@@ -76,7 +76,7 @@ def test_an_event_tells_all_of_a_chunk(make_desk):
 
 
 def test_every_removal_has_its_reason(make_desk):
-    """Evicted, cooled, cleared, superseded, absent, corrupt: each cause once."""
+    """B57: evicted, cooled, cleared, superseded, absent, corrupt: each cause once."""
     desk = make_desk(slots=3, caps=[2])
     desk.store.take_events()
     desk.save("aab")

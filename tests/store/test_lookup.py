@@ -108,7 +108,7 @@ def test_a_chunk_on_its_way_belongs_to_the_tier_it_comes_from(make_desk):
 
 
 def test_what_is_being_written_is_not_found(desk):
-    """Between reserve and commit a chunk is a miss."""
+    """B121: between reserve and commit a chunk is a miss."""
     reserved = desk.reserve("aabb")
     assert is_miss(desk.find("aabb"))
     desk.store.commit(1, reserved.lease_id)
@@ -117,12 +117,12 @@ def test_what_is_being_written_is_not_found(desk):
 
 class TestMatch:
     def test_a_hit_ends_at_the_last_shared_grain(self, desk):
-        """A prompt that forks inside a chunk is served up to the fork."""
+        """B119: a prompt that forks inside a chunk is served up to the fork."""
         desk.save("aabc")
         assert desk.read(desk.find("aabd")) == [("aa", 32), ("aabc", 16)]
 
     def test_a_tail_is_served_by_a_longer_chunk(self, desk):
-        """A partial chunk needs no copy of its own."""
+        """B120: a partial chunk needs no copy of its own."""
         desk.save("aabb")
         assert desk.read(desk.find("aab")) == [("aa", 32), ("aabb", 16)]
 
@@ -152,7 +152,7 @@ class TestMatch:
 
     @pytest.mark.parametrize(("asked", "read"), [("ab", [("aa", 16)]), ("bb", [])])
     def test_the_tokens_are_compared_and_not_only_their_sketch(self, desk, asked, read):
-        """A sketch that is equal by chance, or by design, does not make a hit."""
+        """B119: a sketch that is equal by chance, or by design, does not make a hit."""
         (stored,) = desk.chunks("aa")
         liar = msgspec.structs.replace(stored.new(), sketch=sketch_of(desk.chunks(asked)[0].tokens))
         reserved = desk.store.reserve(1, [liar], 0.0)
@@ -162,7 +162,7 @@ class TestMatch:
         assert desk.counters.collisions == 1
 
     def test_the_tokens_of_a_promoted_chunk_are_compared_when_it_arrives(self, make_desk):
-        """Until then the match is pending; then it is as long as the tokens agree."""
+        """B119: until then the match is pending; then it is as long as the tokens agree."""
         desk = make_desk(caps=[8])
         desk.save("aabc")
         desk.end_jobs()

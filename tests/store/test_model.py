@@ -35,6 +35,9 @@ pick = st.integers(0, 1 << 30)  # which of those there are
 # A prompt: its length in grains, and the grain in which it differs from most others.
 prompts = st.tuples(st.sampled_from([9, 11, 6, 5, 3, *range(1, MAX_GRAINS + 1)]), st.integers(-MAX_GRAINS, MAX_GRAINS))
 sessions = st.integers(1, 3)
+# What happens to the pieces of a job, in order; those after the last one go well.
+reasons = st.sampled_from(["unavailable", "absent", "corrupt", "mute"])
+faults = st.one_of(st.just([]), st.tuples(st.integers(0, 2), reasons).map(lambda fault: [""] * fault[0] + [fault[1]]))
 
 
 class Read(NamedTuple):
@@ -52,8 +55,8 @@ class Write(NamedTuple):
 class StoreMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(["lru", "lfu", "fifo", "mru"]),
-        pool_chunks=st.integers(2, 9),
-        caps=st.lists(st.integers(1, 8), max_size=2),
+        pool_chunks=st.sampled_from([4, 8, 6, 9, 3, 2, 5]),
+        caps=st.sampled_from([[4], [8], [2, 6], [1], [8, 3], []]),
         hot=st.sampled_from([True, True, False]),
     )
     def start(self, policy, pool_chunks, caps, hot):
@@ -121,6 +124,19 @@ class StoreMachine(RuleBasedStateMachine):
             self.hold(located)
         else:
             del self.reads[lease_id]
+
+    @rule(session=sessions, prompt=prompts, faults=faults)
+    def load(self, session, prompt, faults):
+        """What a tier has comes up, or fails to; who waits for it looks again."""
+        self.end_all_jobs()
+        self.clear(lower_tiers=False)
+        before = set(self.reads)
+        self.find(session, prompt, None)
+        while self.jobs:
+            self.end_job(0, faults)
+            self.follow()
+        for lease_id in self.reads.keys() - before:
+            self.poll(sorted(self.reads).index(lease_id))
 
     @precondition(lambda self: self.reads)
     @rule(which=pick)
@@ -224,9 +240,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     # What operators do
 
-    @rule(
-        act=st.sampled_from(["warm", "thaw", "freeze", "cool", "clear RAM", "clear", "end", "thaw"]), session=sessions
-    )
+    @rule(act=st.sampled_from(["clear", "thaw", "warm", "freeze", "cool", "clear RAM", "end"]), session=sessions)
     def operate(self, act, session):
         if act in ("thaw", "freeze"):
             self.store.is_frozen = act == "freeze"
@@ -247,7 +261,7 @@ class StoreMachine(RuleBasedStateMachine):
     # What tiers do
 
     @precondition(lambda self: self.jobs)
-    @rule(which=pick, faults=st.lists(st.sampled_from(["", "", "", "unavailable", "absent", "corrupt", "mute"])))
+    @rule(which=pick, faults=faults)
     def end_job(self, which, faults):
         number, job = self.jobs.pop(which % len(self.jobs))
         files = self.files[number]
@@ -265,9 +279,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.on_job_done(JobResult(job.job_id, tuple(done), tuple(failed)))
         self.store.on_job_done(JobResult(job.job_id, tuple(done), ()))  # told twice: ignored
 
-    @precondition(lambda self: self.jobs)
     @rule()
     def end_all_jobs(self):
+        self.follow()
         while self.jobs:
             self.end_job(0, [])
             self.follow()

@@ -107,7 +107,7 @@ class TestTails:
         assert desk.reserve("b").outcomes == outcome("R")
 
     def test_a_tail_is_replaced_when_it_has_grown(self, desk):
-        """B44: the longer chunk takes the place of the shorter one with the same parent."""
+        """B44, B120: the longer chunk takes the place of the shorter one with the same parent."""
         desk.save("aab")
         desk.assert_cache(ram="aa aab")
         desk.save("aabb")
@@ -121,7 +121,7 @@ class TestTails:
         desk.assert_cache(ram="aa aab aaxx")
 
     def test_a_tail_that_is_being_read_goes_afterwards(self, make_desk):
-        """Its reader keeps it; the lookups that follow get the longer one."""
+        """B120: its reader keeps it; the lookups that follow get the longer one."""
         desk = make_desk(caps=[8])
         desk.save("aab")
         desk.end_jobs()
@@ -164,7 +164,7 @@ class TestCommit:
         desk.assert_cache(ram="aa aabb", pins="")
 
     def test_a_slot_that_nobody_wrote_is_not_published(self, desk):
-        """The key in the slot's header says whose bytes they are."""
+        """B121: the key in the slot's header says whose bytes they are."""
         reserved = desk.reserve("aabb")
         desk.chunks("xx")[0].write(desk.pool.view(reserved.offsets[1], 8192))
         assert desk.store.commit(1, reserved.lease_id) == 1
@@ -182,7 +182,7 @@ class TestCommit:
         assert len(desk.poll(located).ready) == 1
 
     def test_an_aborted_write_leaves_nothing(self, make_desk):
-        """Abort neither publishes, nor tells, nor stores in a tier."""
+        """B121: abort neither publishes, nor tells, nor stores in a tier."""
         desk = make_desk(caps=[8])
         desk.store.take_events()
         reserved = desk.reserve("aabb")
@@ -267,7 +267,7 @@ class TestMalformed:
 
 
 def test_a_chunk_does_not_lose_its_parent_to_its_own_store(make_desk, outcome):
-    """The room for a tail is not made by its head, in whatever order chunks leave."""
+    """B122: the room for a tail is not made by its head, in whatever order chunks leave."""
     for policy in ("mru", "lru", "fifo", "lfu"):
         desk = make_desk(slots=2, policy=policy)
         desk.save("aa")

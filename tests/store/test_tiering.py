@@ -321,7 +321,7 @@ class TestAdoption:
         assert desk.found("aabbcx") == 80
 
     def test_a_scan_does_not_pass_the_cap(self, make_desk):
-        """The oldest use leaves for the newer; what was used last stays."""
+        """B125: the oldest use leaves for the newer; what was used last stays."""
         desk = make_desk(caps=[2])
         self.adopt(desk, *(self.put(desk, letter * 2) for letter in "abcd"))
         desk.end_jobs()

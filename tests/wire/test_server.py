@@ -260,7 +260,7 @@ class TestClients:
         client.check()
 
     def test_a_process_that_is_killed_leaves_nothing(self, client, driver, address, until):
-        """Its write in the middle of a copy is aborted, what it read is released, and nobody sees a byte of it."""
+        """B121: its write in the middle of a copy is aborted, its reads are released, and nobody sees a byte."""
         assert save(client, "aa") == 1
         assert driver.drain(20)
         used_bytes = driver.pool.used_bytes

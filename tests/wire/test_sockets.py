@@ -36,7 +36,7 @@ def drip(connection):
 
 class TestCalls:
     def test_a_mute_server_is_waited_for_no_longer_than_told(self, fake_server, address):
-        """The call ends with DeadlineExceeded, and so does the hello."""
+        """B133: the call ends with DeadlineExceeded, and so does the hello."""
         fake_server()
         with (
             closing(SocketTransport(address, "test", timeout_seconds=SOON)) as transport,
@@ -51,7 +51,7 @@ class TestCalls:
             SocketTransport(address, "test", timeout_seconds=SOON)
 
     def test_a_slow_drip_is_no_answer(self, fake_server, address):
-        """The deadline is that of the whole call, not of each byte."""
+        """B133: the deadline is that of the whole call, not of each byte."""
         fake_server(drip)
         with (
             closing(SocketTransport(address, "test", timeout_seconds=SOON)) as transport,
@@ -60,7 +60,7 @@ class TestCalls:
             transport.call(m.Check())
 
     def test_every_method_of_a_client_has_an_end(self, path, fake_server, address):
-        """Against a server that is mute each raises within its deadline, and nothing blocks afterwards."""
+        """B133: against a server that is mute each raises within its deadline, and nothing blocks afterwards."""
         calls = [
             lambda client: find(client, "aa"),
             lambda client: client.poll(1),
@@ -200,7 +200,7 @@ class TestConnecting:
 
 class TestClosing:
     def test_closing_does_not_wait_for_a_call(self, fake_server, address):
-        """A call that another thread waits in ends at once."""
+        """B133: a call that another thread waits in ends at once."""
         fake_server()
         transport = SocketTransport(address, "test", timeout_seconds=600.0)
         errors = []
@@ -221,7 +221,7 @@ class TestClosing:
         assert len(errors) == 1
 
     def test_a_process_ends_although_its_server_does_not_answer(self, fake_server, address):
-        """Neither close nor the interpreter's exit waits for anything that was not sent."""
+        """B133: neither close nor the interpreter's exit waits for anything that was not sent."""
         fake_server()
         done = subprocess.run([sys.executable, "-c", STUBBORN, address], timeout=60, capture_output=True, check=False)
         assert (done.returncode, done.stdout) == (0, b"closed\n")

@@ -39,7 +39,7 @@ class Core:
         self.quarantine: dict[tuple[int, int], list[int]] = {}  # (session, lease): slots a late writer may still touch
 
     def _is_reachable(self, entry: Entry, search_range: Container[str] | None) -> bool:
-        if not entry.is_usable:
+        if entry.doom or entry.state is ChunkState.WRITING:
             return False
         if entry.state is ChunkState.READY and (search_range is None or RAM in search_range):
             return True
@@ -78,7 +78,7 @@ class Core:
         for at, item in enumerate(lease.items):
             entry = item.entry
             if entry.state is ChunkState.READY:
-                if not self._is_what_was_wanted(item):
+                if item.wanted is not None and not self._is_what_was_wanted(item, item.wanted):
                     self._drop_items(lease, at)
                     break
                 if is_run:
@@ -97,13 +97,11 @@ class Core:
         num_pending = len(lease.items) - len(ready)
         return Located(lease.lease_id, tuple(ready), num_pending, can_fork, dict(pending_tokens))
 
-    def _is_what_was_wanted(self, item: LeaseItem) -> bool:
-        if item.wanted is None:
-            return True
+    def _is_what_was_wanted(self, item: LeaseItem, wanted: bytes) -> bool:
         held = tokens_in(self.room.image(item.entry), item.num_tokens)
         num_grains = 0
-        for start in range(0, len(item.wanted), _GRAIN_BYTES):
-            if item.wanted[start : start + _GRAIN_BYTES] != held[start : start + _GRAIN_BYTES]:
+        for start in range(0, len(wanted), _GRAIN_BYTES):
+            if wanted[start : start + _GRAIN_BYTES] != held[start : start + _GRAIN_BYTES]:
                 self.ledger.counters.collisions += 1
                 break
             num_grains += 1
@@ -165,11 +163,11 @@ class Core:
             return
         if entry.doom:
             self._doom(entry, entry.doom)
-        elif entry.state is ChunkState.READY and not self.hot_cache:
+        elif entry.state is not ChunkState.READY:
+            self.index.prune(entry)
+        elif not self.hot_cache:
             self.room.take(entry)
             self._slot_lost(entry, "cooled")
-        else:
-            self.index.prune(entry)
 
     def _slot_lost(self, entry: Entry, reason: str = "evicted") -> None:
         self.ledger.removed(entry, Medium.RAM, RAM, reason)

@@ -155,10 +155,13 @@ class StorageManager(Core):
         collided: set[bytes] = set()
         has_room = True
         for chunk in chunks:
-            outcome = Outcome.COLLISION if chunk.parent in collided else Outcome.NO_ROOM
-            if has_room and outcome is Outcome.NO_ROOM:
+            if chunk.parent in collided:
+                outcome = Outcome.COLLISION
+            elif has_room:
                 outcome = self._reserve_one(lease, chunk)
-                has_room = outcome is not Outcome.NO_ROOM
+            else:
+                outcome = Outcome.NO_ROOM
+            has_room = has_room and outcome is not Outcome.NO_ROOM
             if outcome is Outcome.COLLISION:
                 collided.add(chunk.key)
             outcomes.append(outcome)
@@ -281,7 +284,7 @@ class StorageManager(Core):
             self._settle(entry)
 
     def adopt(self, book: TierBook, found: Sequence[Found]) -> None:
-        """Learn what a tier held before this store began, oldest use first. What was there at a ``clear`` is removed."""
+        """Learn what a tier held before this store began, oldest use first. What was cleared is removed instead."""
         for chunk in found:
             entry = self.tiering.adopt(book, chunk)
             if entry is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -143,3 +143,9 @@ def log_lines(monkeypatch) -> Iterator[list[str]]:
     yield lines
     logger.removeHandler(keeper)
     logger.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def real() -> ModuleType:
+    """The module of stock vLLM's engines: ``RealEngine``, and the program it is in a process of its own."""
+    return _sibling("real_engine")

@@ -22,10 +22,6 @@ ALL = pytest.mark.parametrize(
 )
 
 
-def loads_of(engine, name):
-    return [op for plan in engine.plans for op in plan.loads if op.request_id == name]
-
-
 class Damage:
     """Makes chunks of every load unreadable, and keeps what the worker then said of it."""
 
@@ -73,7 +69,7 @@ def test_exactly_the_blocks_from_the_first_failure_on_are_reported(toy_engine, p
     engine.ask(prompt)
     assert damage.failed == damage.expected
     assert [received for blocks, received in damage.reports if blocks] == [{"ask-1"}]
-    assert len(loads_of(engine, "ask-1")) == 1  # the same hit is not promised again
+    assert len(engine.loads_of("ask-1")) == 1  # the same hit is not promised again
     engine.assert_clean()
 
 
@@ -148,7 +144,7 @@ def test_a_load_whose_promise_nobody_remembers_fails_and_is_computed(toy_engine,
     side.matched = forgetful
     request = engine.ask(prompt)
     assert request.num_preemptions == 0
-    assert [(len(op.block_ids), op.items) for op in loads_of(engine, "ask-1")] == [(12, ())]
+    assert [(len(op.block_ids), op.items) for op in engine.loads_of("ask-1")] == [(12, ())]
     engine.assert_clean()
 
 
@@ -187,7 +183,7 @@ class TestOverTheSocket:
         engine.ask(prompt)
         engine.forget_own_prefixes()
         engine.ask(prompt)
-        assert len(loads_of(engine, "ask-1")[0].block_ids) == 18
+        assert len(engine.loads_of("ask-1")[0].block_ids) == 18
         assert type(engine.worker._worker._transfer.client._transport).__name__ == "SocketTransport"
         engine.assert_clean()
 
@@ -218,7 +214,7 @@ class TestOverTheSocket:
         engine.ask(prompt)
         engine.forget_own_prefixes()
         engine.ask(prompt)
-        assert len(loads_of(engine, f"ask-{len(engine.requests) - 1}")[0].block_ids) == 12
+        assert len(engine.loads_of(f"ask-{len(engine.requests) - 1}")[0].block_ids) == 12
         assert len([line for line in log_lines if "save_failed" in line]) == 1
         engine.assert_clean()
 
@@ -252,6 +248,6 @@ class TestOverTheSocket:
         engine.run()
         engine.forget_own_prefixes()
         engine.ask(prompt)
-        assert len(loads_of(engine, "ask-1")[0].block_ids) == 18
+        assert len(engine.loads_of("ask-1")[0].block_ids) == 18
         engine.assert_texts()
         engine.assert_clean()

@@ -14,13 +14,9 @@ RUNNERS = pytest.mark.parametrize(
 SKIP = {"extra_args": {"kv_transfer_params": {"qkvault.skip": True}}}  # vLLM's own cache only
 
 
-def loads_of(engine, name):
-    return [op for plan in engine.plans for op in plan.loads if op.request_id == name]
-
-
 def external(engine, request):
     """How many tokens of the request were loaded."""
-    return sum(len(op.block_ids) for op in loads_of(engine, request.request_id)) * 16
+    return sum(len(op.block_ids) for op in engine.loads_of(request.request_id)) * 16
 
 
 def on_disk(engine):
@@ -56,7 +52,7 @@ def test_one_token_is_always_left_to_compute(toy_engine, prompts, length):
 def test_what_vllm_has_itself_is_neither_loaded_nor_written(toy_engine, prompts):
     """For every length that vLLM has and every length that is stored, exactly the blocks between are written."""
     engine = toy_engine()
-    for num_stored in range(0, 10):
+    for num_stored in range(10):
         for num_local in range(0, 10, 3):
             prompt = prompts(10 * 16 + 1)
             if num_stored:
@@ -65,7 +61,7 @@ def test_what_vllm_has_itself_is_neither_loaded_nor_written(toy_engine, prompts)
             if num_local:
                 engine.ask(prompt[: num_local * 16 + 1], max_tokens=1, sampling=SKIP)
             request = engine.ask(prompt, max_tokens=1)
-            ops = loads_of(engine, request.request_id)
+            ops = engine.loads_of(request.request_id)
             assert external(engine, request) == max(0, num_stored - num_local) * 16
             if ops:
                 assert ops[0].start_token == num_local * 16
@@ -291,4 +287,32 @@ def test_every_number_is_counted_at_its_own_step(toy_engine, prompts):
     assert (did.loaded_tokens, did.failed_tokens + did.voided_tokens, did.failed_loads) == (128, 64, 1)
     assert did.stored_tokens == 192
     assert asked.rejected_updates == did.rejected_updates == 0
+    engine.assert_clean()
+
+
+def test_what_vllm_has_itself_counts_as_used_and_is_not_offered_again(toy_engine, prompts):
+    """A prompt that is served by vLLM's own cache stays in the store while others leave, without being sent to it."""
+    engine = toy_engine(num_blocks=200, settings={"qkvault.ram_bytes": 12 * 12 * 1024})
+    stem = prompts(256)
+    engine.ask(stem, max_tokens=1)
+    for _ in range(12):
+        num_plans = len(engine.plans)
+        engine.ask(stem + prompts(20), max_tokens=1)
+        starts = [op.start_token for plan in engine.plans[num_plans:] for op in plan.saves]
+        assert starts == [256]
+        engine.ask(prompts(130), max_tokens=1)
+    assert engine.status().counters["removed.ram.evicted"] > 20
+    assert engine.num_cached(stem) == 256
+    engine.assert_clean()
+
+
+def test_a_prompt_that_leaves_another_inside_a_chunk_is_loaded_up_to_the_fork(toy_engine, prompts):
+    """B 119: the whole blocks that two prompts share are loaded, wherever in a chunk they part."""
+    engine = toy_engine()
+    stem = prompts(320)
+    engine.ask(stem)
+    for fork in (17, 63, 64, 65, 100, 250, 319):
+        engine.forget_own_prefixes()
+        request = engine.ask(stem[:fork] + [96] * 40, max_tokens=1)
+        assert external(engine, request) == fork // 16 * 16
     engine.assert_clean()

@@ -41,17 +41,6 @@ def assert_only_true_tokens(engine, toy, *, decode=True):
                 assert at <= request.num_prompt_tokens
 
 
-def cached(engine, tokens):
-    """How many leading tokens of ``tokens`` the store has."""
-    from qkvault.keys import RequestIdentity
-    from qkvault.prefix import Prefix
-
-    client = engine.store.connect("test")
-    found = Prefix(engine.connector._space, RequestIdentity(), tokens, shared=False).find(client)
-    client.close()
-    return sum(ref.num_tokens for ref in found.ready)
-
-
 @ALL
 def test_only_what_was_computed_from_true_tokens_is_stored(toy, toy_engine, prompts, options):
     """No key holds a placeholder, a draft that was rejected, or a token whose KV is not there yet."""
@@ -71,7 +60,7 @@ def test_generated_tokens_are_stored_for_the_next_turn(toy, toy_engine, prompts,
     prompt = prompts(100)
     engine.ask(prompt, max_tokens=150)
     talk = prompt + toy.text_of(prompt, 150)
-    assert cached(engine, talk) == 240
+    assert engine.num_cached(talk) == 240
     engine.ask(prompts(90), max_tokens=99, sampling={"stop_token_ids": list(range(3, 20))})
     engine.assert_clean()
 
@@ -82,7 +71,7 @@ def test_without_save_decode_nothing_of_the_answers_is_stored(toy, toy_engine, p
     engine = toy_engine(settings={"qkvault.save_decode": False}, **options)
     prompt = prompts(100)
     engine.ask(prompt, max_tokens=150)
-    assert cached(engine, prompt + toy.text_of(prompt, 150)) == 96
+    assert engine.num_cached(prompt + toy.text_of(prompt, 150)) == 96
     assert_only_true_tokens(engine, toy, decode=False)
     engine.assert_clean()
 
@@ -92,7 +81,7 @@ def test_without_partial_chunks_only_whole_ones_are_stored(toy, toy_engine, prom
     engine = toy_engine(settings={"qkvault.save_partial_chunks": False})
     prompt = prompts(100)
     engine.ask(prompt, max_tokens=50)
-    assert cached(engine, prompt + toy.text_of(prompt, 50)) == 128
+    assert engine.num_cached(prompt + toy.text_of(prompt, 50)) == 128
     assert {item.num_tokens for plan in engine.plans for op in plan.saves for item in op.items} == {64}
     engine.assert_clean()
 
@@ -152,7 +141,7 @@ def test_a_preempted_request_goes_on_with_what_it_had_stored(toy, toy_engine, pr
     assert request.num_preemptions == 1
     loads = [op for plan in engine.plans[num_plans:] for op in plan.loads]
     assert [len(op.block_ids) * 16 for op in loads] == [192]
-    assert cached(engine, prompt + toy.text_of(prompt, 120)) == 256
+    assert engine.num_cached(prompt + toy.text_of(prompt, 120)) == 256
     engine.assert_texts()
     engine.assert_clean()
 
@@ -167,7 +156,7 @@ def test_requests_that_preempt_one_another_leave_no_holes(toy, toy_engine, promp
     engine.run()
     assert sum(request.num_preemptions for request in engine.requests.values()) > 0
     for prompt in asked.values():
-        assert cached(engine, prompt + toy.text_of(prompt, 120)) >= 208
+        assert engine.num_cached(prompt + toy.text_of(prompt, 120)) >= 208
     engine.assert_texts()
     engine.assert_clean()
 
@@ -191,7 +180,7 @@ def test_a_save_that_failed_is_tried_again(toy, toy_engine, prompts, log_lines):
         engine.step()
     transfer.save = whole
     engine.run()
-    assert cached(engine, prompt + toy.text_of(prompt, 200)) == 288
+    assert engine.num_cached(prompt + toy.text_of(prompt, 200)) == 288
     assert [line for line in log_lines if "save_failed" in line]
     engine.assert_texts()
     engine.assert_clean()
@@ -217,7 +206,7 @@ def test_what_found_no_room_is_tried_again_at_the_next_chunk(toy, toy_engine, pr
     client.release(lease_id)
     client.close()
     engine.run()
-    assert cached(engine, prompt + toy.text_of(prompt, 150)) == 208
+    assert engine.num_cached(prompt + toy.text_of(prompt, 150)) == 208
     engine.assert_clean()
 
 

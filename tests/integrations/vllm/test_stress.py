@@ -1,4 +1,4 @@
-"""Everything at once, at random: shared prefixes, turns, aborts, preemption, chunked prefill, eviction, failing loads."""
+"""Everything at once, at random: shared prefixes, turns, aborts, preemption, prefill in parts, eviction, failures."""
 
 from __future__ import annotations
 

@@ -9,10 +9,6 @@ from qkvault.errors import LayoutMismatch
 pytestmark = pytest.mark.vllm
 
 
-def loads_of(engine, name):
-    return [op for plan in engine.plans for op in plan.loads if op.request_id == name]
-
-
 def test_what_a_device_has_copied_is_published_though_nothing_is_loaded(toy_engine, prompts):
     """A save on a device is committed when its copy is done, at the latest in the idle step after the last request."""
     engine = toy_engine(on_device=True)
@@ -30,7 +26,7 @@ def test_a_request_runs_when_the_device_has_copied_its_blocks(toy_engine, prompt
     engine.forget_own_prefixes()
     request = engine.add("r", prompt)
     engine.step()
-    assert loads_of(engine, "r")
+    assert engine.loads_of("r")
     assert engine.status().num_leases == 1
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
     engine.run()
@@ -46,7 +42,7 @@ def test_a_slot_that_changes_hands_during_a_devices_copy_is_a_failed_load(toy_en
     engine.forget_own_prefixes()
     engine.add("r", prompt)
     engine.step()
-    engine.damage(loads_of(engine, "r")[0], 3)
+    engine.damage(engine.loads_of("r")[0], 3)
     engine.run()
     assert engine.worker.stats.snapshot().failed_tokens == 64
     engine.assert_texts()
@@ -120,7 +116,7 @@ def test_kernels_may_cut_each_block_into_several(toy_engine, prompts, ratio, on_
     engine.ask(prompt)
     engine.forget_own_prefixes()
     engine.ask(prompt)
-    assert len(loads_of(engine, "ask-1")[0].block_ids) == 18
+    assert len(engine.loads_of("ask-1")[0].block_ids) == 18
     engine.assert_clean()
 
 
@@ -146,7 +142,7 @@ def test_two_engines_of_one_name_share_a_store(toy_engine, prompts):
     prompt = prompts(200)
     one.ask(prompt)
     other.ask(prompt)
-    assert len(loads_of(other, "ask-0")[0].block_ids) == 12
+    assert len(other.loads_of("ask-0")[0].block_ids) == 12
     one.close()
     other.forget_own_prefixes()
     other.ask(prompt)

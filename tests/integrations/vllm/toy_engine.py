@@ -35,6 +35,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from qkvault.image import wipe_header
 from qkvault.integrations.vllm.ops import LoadOp, StepPlan
+from qkvault.keys import RequestIdentity
+from qkvault.prefix import Prefix
 
 BLOCK = 16  # tokens
 CHUNK = 64
@@ -114,7 +116,7 @@ def engine_config(model: str, settings: dict[str, Any], **options: Any) -> Any:
 
 
 class Stream:
-    """Copies of a device that works behind the host's back: they are done in order, when a forward needs them or later."""
+    """Copies of a device that works behind the host's back: done in order, when a forward needs them or later."""
 
     def __init__(self, paged: Any) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
@@ -188,7 +190,8 @@ class ToyEngine:
         self.config.scheduler_config.async_scheduling = asynchronous
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.runner, self.asynchronous, self.num_drafts = runner, asynchronous, num_drafts
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=HEAD, dtype=torch.float32)
+        block_size = self.config.cache_config.block_size
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=HEAD, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
         self.kv_cache_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.pages = torch.zeros(num_blocks, 1, BLOCK, 2 * HEAD)
@@ -285,6 +288,17 @@ class ToyEngine:
 
     def status(self) -> Any:
         return self.store.connect("test").status()
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many leading tokens of ``tokens`` the store has in RAM."""
+        client = self.store.connect("test")
+        found = Prefix(self.connector._space, RequestIdentity(), tokens, shared=False).find(client)
+        client.close()
+        return sum(ref.num_tokens for ref in found.ready)
+
+    def loads_of(self, name: str) -> list[LoadOp]:
+        """The loads that were planned for a request."""
+        return [op for plan in self.plans for op in plan.loads if op.request_id == name]
 
     def forget_own_prefixes(self) -> None:
         """Empty vLLM's own prefix cache: hits come from us alone."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from qkvault.logs import get_logger
+
 
 def register() -> None:
-    """Make the connector known by name. The entry point of ``vllm.general_plugins``; harmless when called again."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # only under vLLM
+    """Make the connector known by name. The entry point of ``vllm.general_plugins``; harmless when called again.
 
+    vLLM calls it in each of its processes, whether the connector is wanted or not, so that it never raises.
+    """
     try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # only under vLLM
+
         KVConnectorFactory.register_connector(
             "QKVaultConnector", "qkvault.integrations.vllm.connector", "QKVaultConnector"
         )
     except ValueError:  # registered before, in this process
         return
+    except (ImportError, AttributeError) as error:
+        get_logger("vllm").warning("connector_not_registered", error=error)

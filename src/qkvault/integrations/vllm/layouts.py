@@ -42,7 +42,8 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]):
-        msg = f"QKVault supports models with one group of full attention layers; this model has: {', '.join(kinds)}"
+        found = ", ".join(kinds) or "none"
+        msg = f"QKVault supports models with one group of full attention layers; this model has: {found}"
         raise ConfigError(msg)
     spec: AttentionSpec = groups[0].kv_cache_spec
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from qkvault.client import StoreClient
 from qkvault.config import Config
+from qkvault.errors import ProtocolError, Unavailable
 from qkvault.integrations.vllm.identity import identity_of
 from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
 from qkvault.keys import KeySpace
@@ -120,13 +121,15 @@ class SchedulerSide:
             return
         self._release(tracked)
         tracked.deadline = None
-        tracked.stored_tokens = self._whole_chunks(tracked.num_found)
-        tracked.saved_end = self._whole_blocks(tracked.num_found)
         if tracked.is_asking:
             tracked.is_asking = False
-            found = {medium.value: n for medium, n in tracked.loaded_from.items()} if num_external > 0 else {}
+            found = tracked.loaded_from if num_external > 0 else {}
             lookup = self._stats.on_lookup_request(tracked.request.num_tokens - tracked.num_local)
-            self._stats.on_lookup_finished(lookup, found)
+            self._stats.on_lookup_finished(lookup, {medium.value: n for medium, n in found.items()})
+            if tracked.first_chunk:
+                tracked.num_found = self._touch(tracked)
+        tracked.stored_tokens = self._whole_chunks(tracked.num_found)
+        tracked.saved_end = self._whole_blocks(tracked.num_found)
 
     def loaded_from(self, request_id: str) -> Counter[Medium]:
         """Where the tokens of the request's last load came from."""
@@ -227,6 +230,17 @@ class SchedulerSide:
         tracked.lease_id, tracked.ready = located.lease_id, located.ready
         return located.num_pending
 
+    def _touch(self, tracked: _Tracked) -> int:
+        # What vLLM has itself was not looked up: it counts as used nevertheless, and need not be stored again.
+        try:
+            found = tracked.prefix.find(self._client, search_range=(Medium.RAM.value,))
+        except (Unavailable, ProtocolError) as error:
+            _log.warning("not_touched", error=error)
+            return 0
+        if found.lease_id:
+            self._end_leases({found.lease_id})
+        return sum(ref.num_tokens for ref in found.ready)
+
     def _may_wait(self, tracked: _Tracked, *, naps: bool) -> bool:
         now = self._clock()
         if tracked.deadline is None:
@@ -244,6 +258,8 @@ class SchedulerSide:
         block_size = self._engine.block_size
         num_before = len(block_ids) - num_external // block_size
         op = LoadOp(request_id, 0, num_before * block_size, tuple(block_ids[num_before:]), ())
+        if tracked is not None:
+            tracked.loaded_from.clear()
         if tracked is None or not tracked.lease_id or op.start_token != tracked.num_local:
             return op
         skipped = tracked.first_chunk * self._space.chunk_size
@@ -256,7 +272,6 @@ class SchedulerSide:
             chunk_size=self._space.chunk_size,
             block_size=block_size,
         )
-        tracked.loaded_from.clear()
         for item in items:
             tracked.loaded_from[item.ref.medium] += len(item.block_ids) * block_size
             if self._engine.shares_blocks:

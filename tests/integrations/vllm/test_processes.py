@@ -1,0 +1,98 @@
+"""Engines in processes of their own, over a real model: restarts, kills, both doors, both layouts of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+CACHES = (
+    "A cache keeps what was expensive to compute, so that it need not be computed again. Its size is limited, and so "
+    "it must choose what to forget. The oldest entry is often a good choice, but not always: some things are needed "
+    "every day, others only once. Name three rules by which a cache can choose, and say when each of them is wrong. "
+)
+SEAS = (
+    "The sea is older than the mountains. Rivers bring it sand and salt, and the wind brings it back as rain. Ships "
+    "have crossed it for thousands of years, first along the coasts, then by the stars. Write one sentence on it. "
+)
+
+
+@pytest.fixture(scope="module")
+def tokens(model_path: Path) -> list[list[int]]:
+    """The questions, long enough to fill chunks and a part of one, as tokens of the model."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return [tokenizer(question * 4)["input_ids"] for question in (CACHES, SEAS)]
+
+
+@pytest.fixture
+def engine_process(model_path: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs an engine over the disk tier of this test in a process of its own; returns what it told."""
+    program = Path(__file__).with_name("real_engine.py")
+
+    def run(prompts: list[list[int]], *, mp: bool, end: str = "exit", **task: Any) -> dict[str, Any]:
+        task = {
+            "model": str(model_path),
+            "disk": str(tmp_path / "disk"),
+            "prompts": prompts,
+            "max_tokens": 12,
+            "end": end,
+            **task,
+        }
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(mp)), "TMPDIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, str(program), json.dumps(task)],
+            capture_output=True, text=True, check=False, timeout=540, env=environment,
+        )  # fmt: skip
+        told = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+        assert told, done.stderr[-5000:]
+        assert done.returncode == (0 if end == "exit" else -signal.SIGKILL), done.stderr[-5000:]
+        return json.loads(told[0].removeprefix("TOLD "))
+
+    return run
+
+
+def whole_blocks(count: int) -> int:
+    return (count - 1) // 32 * 32
+
+
+def test_what_was_stored_outlives_the_process_that_stored_it(engine_process, tokens):
+    """B 126: after an exit, and after kill -9, another process says the same from disk, whatever the processes' layout.
+
+    The first engine is one process and is found by module; the second is vLLM's default of three, is found by name, and
+    is killed; the third has not read its directory to the end when it is asked.
+    """
+    first, second = tokens
+    one = engine_process([first], mp=False, door="by module")
+    assert (one["cached"], one["sources"]) == ([0], {})
+
+    two = engine_process([first, second, second], mp=True, door="by name", end="kill", num_files=2 * len(tokens))
+    assert two["processes"] >= 2
+    assert two["cached"] == [whole_blocks(len(first)), 0, whole_blocks(len(second))]
+    assert two["sources"]["disk"] == whole_blocks(len(first))
+    assert two["texts"][0] == one["texts"][0]
+    assert two["texts"][1] == two["texts"][2]
+
+    three = engine_process([second, first], mp=False, door="by name", slow_scan=True)
+    assert three["is_scanning"]
+    assert three["cached"] == [whole_blocks(len(second)), whole_blocks(len(first))]
+    assert three["sources"] == {"disk": sum(three["cached"])}
+    assert three["texts"] == [two["texts"][1], one["texts"][0]]
+
+
+def test_in_vllms_default_processes_hits_come_from_memory(engine_process, tokens):
+    """B 127: a worker in another process maps the store's memory; the second of two equal prompts is not computed."""
+    told = engine_process([tokens[0]] * 2, mp=True, door="by module", options={"enable_prefix_caching": False})
+    assert told["cached"] == [0, whole_blocks(len(tokens[0]))]
+    assert told["sources"] == {"host": told["cached"][1]}
+    assert told["texts"][0] == told["texts"][1]

@@ -1,0 +1,165 @@
+"""Does the suite see what must never happen? Breaks a copy of the source in one way at a time and runs the tests on it.
+
+Not part of the suite: ``python tests/store/mutations.py [name ...]``. A mutation that no test fails on is a gap. The
+last column tells whether the random operations of ``test_model`` see it by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODEL = "tests/store/test_model.py"
+SUITE = ["tests/store", "tests/wire", "tests/policies", "tests/tiers", "tests/test_client.py", "tests/test_embedded.py"]
+CORE, MANAGER, ROOM = "store/core.py", "store/manager.py", "store/room.py"
+TIERING, SOCKETS = "store/tiering.py", "wire/sockets.py"
+
+# name: file, what stands there, what stands there instead
+MUTATIONS = {
+    "reserve makes READY": (
+        MANAGER,
+        "        lease.items.append(LeaseItem(entry, Medium.RAM, chunk.num_tokens))\n",
+        "        lease.items.append(LeaseItem(entry, Medium.RAM, chunk.num_tokens))\n        self._publish([entry])\n",
+    ),
+    "lookup skips the check of the tokens": (MANAGER, " or entry.sketch[-SKETCH_BYTES:] != check", ""),
+    "lookup skips the parent": (MANAGER, "entry.parent is not parent or ", ""),
+    "a load skips the payload's check sum": ("tiers/disk.py", "            verify_payload(piece.image, header)\n", ""),
+    "eviction ignores leases": (ROOM, "return entry.pins > 0", "return entry.state is not ChunkState.READY"),
+    "abort publishes": (
+        MANAGER,
+        "        for item in lease.items:\n            self._abort_entry(item.entry)\n",
+        "        for item in lease.items:\n            item.entry.pins -= 1\n            self._publish([item.entry])\n",
+    ),
+    "match skips the comparison of tokens": (
+        CORE,
+        "if wanted[start : start + _GRAIN_BYTES] != held[start : start + _GRAIN_BYTES]:",
+        "if not held:",
+    ),
+    "the head is evicted first": (
+        ROOM,
+        "next((c for c in children if is_here(c) and c.key not in chosen), None)",
+        "None",
+    ),
+    "a failed load is not voided": (
+        CORE,
+        "nothing after it can be used\n                self._drop_items(lease, at)\n                break\n",
+        "\n                continue\n",
+    ),
+    "a chunk that is gone stays in the index": (
+        TIERING,
+        "elif reason != UNAVAILABLE and entry.tiers & book.bit:",
+        "elif not reason:",
+    ),
+    "slots of a late writer are freed": (
+        MANAGER,
+        "slots.append(item.entry.offset)\n                self._abort_entry(item.entry, keep_slot=True)\n",
+        "self._abort_entry(item.entry)\n",
+    ),
+    "a slot is given with its old header": (
+        ROOM,
+        "        wipe_header(self.pool.view(offset, entry.image_bytes))\n",
+        "",
+    ),
+    "a slot is left with its header": (ROOM, "        wipe_header(self.image(entry))\n", ""),
+    "a slot that nobody wrote is published": (MANAGER, " or key_in(self.room.image(entry)) != entry.key", ""),
+    "commit ignores a clear": (MANAGER, "            if entry.doom or not is_named", "            if not is_named"),
+    "a scan brings back what was cleared": (MANAGER, "                book.is_void = True\n", ""),
+    "shorter tails are kept": (MANAGER, 'self._doom(sibling, "superseded")', "pass"),
+    "a tier has no cap": (TIERING, "        if excess_bytes <= 0:\n", "        if excess_bytes is not None:\n"),
+    "match asks every medium": (
+        MANAGER,
+        "self._is_reachable(best[0], search_range)",
+        "self._is_reachable(best[0], None)",
+    ),
+    "match extends a lease that lost its end": (
+        MANAGER,
+        "            if not lease.ends_with(parent):\n",
+        "            if False:\n",
+    ),
+    "a chunk loses its parent to its own store": (
+        CORE,
+        "held = [entry] if entry.parent is None else [entry, entry.parent]",
+        "held = [entry]",
+    ),
+    "an entry is not pinned while it gets its slot": (
+        CORE,
+        "held = [entry] if entry.parent is None else [entry, entry.parent]",
+        "held = []",
+    ),
+    "frozen stores": (MANAGER, "        if self.is_frozen:\n            return Outcome.FROZEN\n", ""),
+    "the hot cache cannot be switched off": (CORE, "elif not self.hot_cache:", "elif not self.room:"),
+    "a session that ends keeps its reads": (
+        MANAGER,
+        "            else:\n                self.release(session_id, lease.lease_id)\n        for owner",
+        "        for owner",
+    ),
+    "a client that dies keeps its session": (
+        SOCKETS,
+        "        self._handler.close_session(connection.session_id)\n",
+        "",
+    ),
+    "a late answer is the next one's": (
+        SOCKETS,
+        "            self._is_usable = False  # unless",
+        "            # unless",
+    ),
+    "each byte has a deadline of its own": (
+        SOCKETS,
+        "                raise TimeoutError\n",
+        "                left_seconds = self._timeout_seconds\n",
+    ),
+    "anybody may connect": (SOCKETS, "            Path(path).chmod(0o600)", "            Path(path).chmod(0o666)"),
+}
+
+
+def copy_tree(folder: Path) -> None:
+    for name in ("src", "tests", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    with (folder / "tests" / "conftest.py").open("a") as conftest:  # the first failure is enough: no time to shrink it
+        conftest.write(
+            "\nfrom hypothesis import Phase\n"
+            'settings.register_profile("default", settings.get_profile("default"), phases=[Phase.generate])\n'
+            'settings.load_profile("default")\n'
+        )
+
+
+def first_failure(folder: Path, *tests: str) -> str:
+    """The first test that fails, or nothing."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-o", "faulthandler_timeout=0", *tests],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(folder / "src")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.MULTILINE)
+    return found[1] if found else done.stdout[-500:]
+
+
+def main() -> None:
+    sys.stdout.write("| mutation | first test that fails | random operations |\n|---|---|---|\n")
+    for name in sys.argv[1:] or MUTATIONS:
+        path, before, after = MUTATIONS[name]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            copy_tree(folder)
+            source = folder / "src" / "qkvault" / path
+            text = source.read_text()
+            assert text.count(before) == 1, f"{name}: {path} has changed"
+            source.write_text(text.replace(before, after))
+            failure = first_failure(folder, *SUITE, "--deselect", f"{MODEL}::TestStore::runTest")
+            is_seen = bool(first_failure(folder, MODEL))
+        sys.stdout.write(f"| {name} | {failure or '**none**'} | {'seen' if is_seen else 'not seen'} |\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
