@@ -26,6 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = runpy.run_path(str(ROOT / "scripts" / "fetch_model.py"))["model_path"]()
 REQUIRE_VLLM = os.environ.get("QKV_REQUIRE_VLLM") == "1"  # set by `make test`: what is missing fails, not skips
 
+# The contract suites assert like tests, and must be rewritten before anybody imports them.
+pytest.register_assert_rewrite(
+    *(f"qkvault.testing.{name}" for name in ("store_model", "policy_contract", "tier_contract", "transport_contract"))
+)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.register_profile("long", settings.get_profile("default"), max_examples=10_000)

@@ -41,8 +41,10 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names.sp
 CLIENT_NEVER_IMPORTS = ("store", "tiers", "server")  # the in-process transport does
 TESTING_MAX_LEVEL = LEVELS["client"]
 
-TORCH_ALLOWED = "logical paged transfer prefix engine builder sdk capture blend integrations cli testing codecs layout tokens".split()
-# What would make the store more than a state machine.
+TORCH_ALLOWED = (
+    "logical paged transfer prefix engine builder sdk capture blend integrations "
+    "cli testing codecs layout tokens".split()
+)  # What would make the store more than a state machine.
 STORE_FORBIDDEN = frozenset(
     "asyncio concurrent datetime logging multiprocessing qkvault.logs selectors socket threading time torch".split()
 )

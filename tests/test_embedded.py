@@ -13,14 +13,12 @@ from contextlib import closing
 import msgspec
 import pytest
 
-pytest.register_assert_rewrite("qkvault.testing.transport_contract")
-
-from qkvault import embedded  # noqa: E402  # below the one that must come first
-from qkvault.client import StoreClient  # noqa: E402  # as above
-from qkvault.config import Config  # noqa: E402  # as above
-from qkvault.errors import ConfigError  # noqa: E402  # as above
-from qkvault.testing.transport_contract import WAIT_SECONDS, find, read, save  # noqa: E402  # as above
-from qkvault.wire.sockets import SocketTransport  # noqa: E402  # as above
+from qkvault import embedded
+from qkvault.client import StoreClient
+from qkvault.config import Config
+from qkvault.errors import ConfigError
+from qkvault.testing.transport_contract import WAIT_SECONDS, find, read, save
+from qkvault.wire.sockets import SocketTransport
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from qkvault.wire.transport import PoolView, Transport
 
 R = TypeVar("R", bound=m.Reply)
 
+_NAP_SECONDS: Final = 0.005  # between two looks at a lease with chunks on their way
 _ERRORS: Final[dict[str, type[Exception]]] = {"protocol": ProtocolError, "invariant": InvariantError}
 
 
@@ -64,7 +65,8 @@ class StoreClient:
         """Block until nothing of a lease is pending any more, at most ``timeout_seconds``; returns how far it came."""
         deadline = clock() + timeout_seconds
         while located.num_pending and (left_seconds := deadline - clock()) > 0:
-            self._transport.wait_change(left_seconds)
+            # Not the whole time: what changes between poll and sleep wakes nobody.
+            self._transport.wait_change(min(left_seconds, _NAP_SECONDS))
             located = self.poll(located.lease_id)
         return located
 

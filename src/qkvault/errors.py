@@ -8,7 +8,8 @@ QKVaultError
 │   └─ DeadlineExceeded
 └─ InvariantError      a bug of ours
 
-A miss is a value, never an exception; so is a full pool (``Outcome.NO_ROOM``). ``ValueError`` is for wrong arguments of public calls.
+A miss is a value, never an exception; so is a full pool (``Outcome.NO_ROOM``).
+``ValueError`` is for wrong arguments of public calls.
 """
 
 from __future__ import annotations

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("qkvault.testing.policy_contract")
-
-from qkvault.config import CACHE_POLICIES  # noqa: E402  # below the one that must come first
-from qkvault.errors import ConfigError  # noqa: E402  # as above
-from qkvault.policies import POLICIES  # noqa: E402  # as above
-from qkvault.policies.lfu import LfuPolicy  # noqa: E402  # as above
-from qkvault.policies.lru import FifoPolicy, LruPolicy, MruPolicy  # noqa: E402  # as above
-from qkvault.testing.policy_contract import PolicyContract  # noqa: E402  # as above
+from qkvault.config import CACHE_POLICIES
+from qkvault.errors import ConfigError
+from qkvault.policies import POLICIES
+from qkvault.policies.lfu import LfuPolicy
+from qkvault.policies.lru import FifoPolicy, LruPolicy, MruPolicy
+from qkvault.testing.policy_contract import PolicyContract
 
 
 class TestLru(PolicyContract):

@@ -10,17 +10,15 @@ from collections import Counter
 
 import pytest
 
-pytest.register_assert_rewrite("qkvault.testing.store_model")
-
-from qkvault.image import read_header, seal, verify_payload  # noqa: E402  # below the one that must come first
-from qkvault.policies import POLICIES  # noqa: E402  # as above
-from qkvault.pool import Pool  # noqa: E402  # as above
-from qkvault.store.manager import StorageManager  # noqa: E402  # as above
-from qkvault.store.tiering import TierBook  # noqa: E402  # as above
-from qkvault.testing import FakeClock  # noqa: E402  # as above
-from qkvault.testing.store_model import ROOT, chunks_of, tokens_of  # noqa: E402  # as above
-from qkvault.tiers.base import JobKind, JobResult  # noqa: E402  # as above
-from qkvault.types import ChunkState, Medium, Outcome  # noqa: E402  # as above
+from qkvault.image import read_header, seal, verify_payload
+from qkvault.policies import POLICIES
+from qkvault.pool import Pool
+from qkvault.store.manager import StorageManager
+from qkvault.store.tiering import TierBook
+from qkvault.testing import FakeClock
+from qkvault.testing.store_model import ROOT, chunks_of, tokens_of
+from qkvault.tiers.base import JobKind, JobResult
+from qkvault.types import ChunkState, Medium, Outcome
 
 CHUNK_SIZE = 32
 CHUNK_BYTES = 8192  # a whole chunk's image; a partial one takes a slot of that size too, and 6144 bytes in a tier

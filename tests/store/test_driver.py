@@ -8,11 +8,9 @@ from contextlib import closing
 
 import pytest
 
-pytest.register_assert_rewrite("qkvault.testing.transport_contract")
-
-from qkvault.client import StoreClient  # noqa: E402  # below the one that must come first
-from qkvault.testing import DictTier, FakeClock, FaultyTier, LatencyTier, WrapperTier  # noqa: E402  # as above
-from qkvault.testing.transport_contract import (  # noqa: E402  # as above
+from qkvault.client import StoreClient
+from qkvault.testing import DictTier, FakeClock, FaultyTier, LatencyTier, WrapperTier
+from qkvault.testing.transport_contract import (
     WAIT_SECONDS,
     find,
     make_driver,
@@ -21,9 +19,9 @@ from qkvault.testing.transport_contract import (  # noqa: E402  # as above
     reserve,
     save,
 )
-from qkvault.types import Medium  # noqa: E402  # as above
-from qkvault.wire import messages as m  # noqa: E402  # as above
-from qkvault.wire.inproc import InprocTransport  # noqa: E402  # as above
+from qkvault.types import Medium
+from qkvault.wire import messages as m
+from qkvault.wire.inproc import InprocTransport
 
 
 def connect(driver):

@@ -7,10 +7,8 @@ import threading
 
 import pytest
 
-pytest.register_assert_rewrite("qkvault.testing.tier_contract")
-
-from qkvault.testing.tier_contract import Slots, TierDesk  # noqa: E402  # its asserts are rewritten at import
-from qkvault.tiers.disk import DiskTier  # noqa: E402  # stands with the one above
+from qkvault.testing.tier_contract import Slots, TierDesk
+from qkvault.tiers.disk import DiskTier
 
 WAIT_SECONDS = 20.0
 

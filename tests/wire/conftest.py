@@ -9,14 +9,12 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-pytest.register_assert_rewrite("qkvault.testing.transport_contract")
-
-from qkvault.client import StoreClient  # noqa: E402  # below the one that must come first
-from qkvault.testing import DictTier  # noqa: E402  # as above
-from qkvault.testing.transport_contract import WAIT_SECONDS, make_driver  # noqa: E402  # as above
-from qkvault.wire import codec  # noqa: E402  # as above
-from qkvault.wire import messages as m  # noqa: E402  # as above
-from qkvault.wire.sockets import SocketServer, SocketTransport  # noqa: E402  # as above
+from qkvault.client import StoreClient
+from qkvault.testing import DictTier
+from qkvault.testing.transport_contract import WAIT_SECONDS, make_driver
+from qkvault.wire import codec
+from qkvault.wire import messages as m
+from qkvault.wire.sockets import SocketServer, SocketTransport
 
 EPOCH = 7
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from contextlib import closing, contextmanager
 
-import pytest
-
-pytest.register_assert_rewrite("qkvault.testing.transport_contract")
-
-from qkvault.testing.transport_contract import TransportContract  # noqa: E402  # its asserts are rewritten at import
-from qkvault.wire.inproc import InprocTransport  # noqa: E402  # stands with the one above
-from qkvault.wire.sockets import SocketServer, SocketTransport  # noqa: E402  # stands with the one above
+from qkvault.testing.transport_contract import TransportContract
+from qkvault.wire.inproc import InprocTransport
+from qkvault.wire.sockets import SocketServer, SocketTransport
 
 
 class TestInprocTransport(TransportContract):
