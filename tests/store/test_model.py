@@ -127,7 +127,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(session=sessions, prompt=prompts, faults=faults)
     def load(self, session, prompt, faults):
-        """What a tier has comes up, or fails to; who waits for it looks again."""
+        """What was stored comes up from a tier, or fails to; who waits for it looks again."""
+        self.save(session, prompt)
         self.end_all_jobs()
         self.clear(lower_tiers=False)
         before = set(self.reads)

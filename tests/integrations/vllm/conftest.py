@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -149,3 +150,36 @@ def log_lines(monkeypatch) -> Iterator[list[str]]:
 def real() -> ModuleType:
     """The module of stock vLLM's engines: ``RealEngine``, and the program it is in a process of its own."""
     return _sibling("real_engine")
+
+
+def prompt_of(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, 512) for _ in range(count)]
+
+
+def many_prompts() -> list[list[int]]:
+    """Forty prompts: of some length each, or with a stem that others share to some point, inside a chunk as a rule."""
+    rng = random.Random(7)
+    stems = [prompt_of(rng, 330), prompt_of(rng, 150)]
+    shared = [rng.choice(stems)[: rng.randrange(20, 330)] + prompt_of(rng, rng.randrange(1, 60)) for _ in range(24)]
+    return shared + [
+        prompt_of(rng, length) for length in [1, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200, 256, 300, 500, 20]
+    ]
+
+
+@pytest.fixture(scope="session")
+def truth(real, tiny_model) -> dict[str, Any]:
+    """What vLLM says without us: after forty prompts, and turn by turn in four talks. Its engine has ended."""
+    prompts = many_prompts()
+    engine = real.RealEngine(tiny_model, enable_prefix_caching=False)
+    rng = random.Random(8)
+    found = {"prompts": prompts, "texts": [engine.generate([prompt], 24)[0] for prompt in prompts], "talks": []}
+    for _ in range(4):
+        talk, turns = [], []
+        for _ in range(4):
+            talk = talk + prompt_of(rng, rng.randrange(20, 90))
+            text = engine.generate([talk], 20)[0]
+            turns.append((talk, text))
+            talk = talk + text
+        found["talks"].append(turns)
+    engine.close()
+    return found

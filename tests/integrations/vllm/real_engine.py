@@ -116,12 +116,14 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     options = {"max_num_batched_tokens": 1024, **task.get("options", {})}
     engine = RealEngine(task["model"], {"qkvault.disk_path": task["disk"]}, door=task["door"], **options)
     told: dict[str, Any] = {"texts": [], "cached": []}
-    for prompt in task["prompts"]:
-        output = engine.outputs([prompt], task["max_tokens"])[0]
-        told["texts"].append(list(output.outputs[0].token_ids))
-        told["cached"].append(output.num_cached_tokens)
+    for prompts in task["rounds"]:
+        outputs = engine.outputs(prompts, task["max_tokens"])
+        told["texts"] += [list(output.outputs[0].token_ids) for output in outputs]
+        told["cached"] += [output.num_cached_tokens for output in outputs]
+        if task.get("forgets"):
+            engine.forget_own_prefixes()
     told["sources"] = engine.cached_by_source()
-    if "VLLM_ENABLE_V1_MULTIPROCESSING" in os.environ and hasattr(engine, "connector"):
+    if hasattr(engine, "connector"):
         told["is_scanning"] = engine.connector._store.connect("test").status().is_scanning
     told["processes"] = len(psutil.Process().children(recursive=True))
     release.set()

@@ -44,7 +44,8 @@ def engine_process(model_path: Path, tmp_path: Path) -> Callable[..., dict[str, 
         task = {
             "model": str(model_path),
             "disk": str(tmp_path / "disk"),
-            "prompts": prompts,
+            "door": "by name",
+            "rounds": [[prompt] for prompt in prompts],
             "max_tokens": 12,
             "end": end,
             **task,
@@ -76,14 +77,14 @@ def test_what_was_stored_outlives_the_process_that_stored_it(engine_process, tok
     one = engine_process([first], mp=False, door="by module")
     assert (one["cached"], one["sources"]) == ([0], {})
 
-    two = engine_process([first, second, second], mp=True, door="by name", end="kill", num_files=2 * len(tokens))
+    two = engine_process([first, second, second], mp=True, end="kill", num_files=2 * len(tokens))
     assert two["processes"] >= 2
     assert two["cached"] == [whole_blocks(len(first)), 0, whole_blocks(len(second))]
     assert two["sources"]["disk"] == whole_blocks(len(first))
     assert two["texts"][0] == one["texts"][0]
     assert two["texts"][1] == two["texts"][2]
 
-    three = engine_process([second, first], mp=False, door="by name", slow_scan=True)
+    three = engine_process([second, first], mp=False, slow_scan=True)
     assert three["is_scanning"]
     assert three["cached"] == [whole_blocks(len(second)), whole_blocks(len(first))]
     assert three["sources"] == {"disk": sum(three["cached"])}
@@ -96,3 +97,14 @@ def test_in_vllms_default_processes_hits_come_from_memory(engine_process, tokens
     assert told["cached"] == [0, whole_blocks(len(tokens[0]))]
     assert told["sources"] == {"host": told["cached"][1]}
     assert told["texts"][0] == told["texts"][1]
+
+
+def test_drafts_and_hits_give_the_same_tokens(engine_process, truth, tiny_model):
+    """With n-gram drafts, whose rejected tokens leave KV behind, what is stored and loaded is still the truth."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    told = engine_process(
+        [], mp=False, model=tiny_model, rounds=[truth["prompts"]] * 2, max_tokens=24, forgets=True,
+        options={"speculative_config": drafts},
+    )  # fmt: skip
+    assert told["texts"] == truth["texts"] * 2
+    assert sum(told["cached"][:40]) < 4000 < sum(told["cached"][40:])
