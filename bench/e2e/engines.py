@@ -22,7 +22,9 @@ from bench.settings import Settings
 START_SECONDS: Final = 600.0
 LIFE_BYTES: Final = 8 << 30  # of memory to begin with: an engine takes 3, 2 more in a cold prompt, and others live too
 POOL_BYTES: Final = 512 << 20  # some prompts: each is asked for again at once
-SETTLE_SECONDS: Final = 1.0  # for connectors that store after they have answered
+# Before each prompt: for a second after their last, vLLM's processes wait for the next on a busy core, which others
+# would then lack; and a connector may still be storing.
+REST_SECONDS: Final = 1.5
 CORES: Final = "0-1"  # else vLLM keeps a core back in its default mode, and modes cannot be compared
 
 
@@ -134,7 +136,8 @@ class Life:
         return list(ids) if isinstance(ids, list) else []
 
     def ask(self, ids: list[int], num_tokens: int = 1) -> Answer:
-        """Answer a prompt."""
+        """Answer a prompt, after a rest."""
+        time.sleep(REST_SECONDS)
         told = children.ask(self._child, do="ask", ids=ids, num_tokens=num_tokens)
         sample = Sample(float(str(told["seconds"])), float(str(told["cpu_seconds"])))
         tokens = told["tokens"]
@@ -143,14 +146,13 @@ class Life:
     def drop(self) -> None:
         """Empty vLLM's own prefix cache."""
         children.ask(self._child, do="drop")
-        time.sleep(SETTLE_SECONDS if self.connector.role is Role.PEER else 0.1)
 
     def settle_on_disk(self) -> None:
         """Wait until its folder has stopped growing."""
         folder, before = self.connector.folder, -1
         while folder is not None and (now := folder_bytes(folder)) != before:
             before = now
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(REST_SECONDS)
 
     def end(self) -> None:
         """End the engine, and wait until what was begun is finished."""

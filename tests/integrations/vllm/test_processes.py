@@ -50,7 +50,7 @@ def engine_process(model_path: Path, tmp_path: Path) -> Callable[..., dict[str, 
             "end": end,
             **task,
         }
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(mp)), "TMPDIR": str(tmp_path)}
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(mp))}
         done = subprocess.run(
             [sys.executable, str(program), json.dumps(task)],
             capture_output=True, text=True, check=False, timeout=540, env=environment,
