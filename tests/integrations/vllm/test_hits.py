@@ -127,6 +127,10 @@ def test_a_hit_below_the_least_that_is_used_is_neither_loaded_nor_stored_again(t
     assert external(engine, engine.ask(short, max_tokens=1)) == 0
     after = engine.status().counters
     assert [after[f"reserve.{kind}"] - before[f"reserve.{kind}"] for kind in ("reserved", "present")] == [0, 0]
+    engine.forget_own_prefixes()
+    waiting = engine.add("waiting", short)
+    assert engine.connector.get_num_new_matched_tokens(waiting, 0) == (0, False)
+    assert engine.status().num_leases == 0
     assert external(engine, engine.ask(long, max_tokens=1)) == 144
     engine.assert_clean()
 

@@ -99,7 +99,7 @@ class SchedulerSide:
         if self._locate(tracked) and self._may_wait(tracked, naps=True):
             return None
         found = tracked.first_chunk * self._space.chunk_size + sum(ref.num_tokens for ref in tracked.ready)
-        tracked.num_found = 0 if tracked.first_chunk else found
+        tracked.num_found = found
         limit = request.num_tokens - 1  # one token must be left to compute
         num_external = self._whole_blocks(min(found, limit)) - num_local
         if num_external < max(1, self._config.min_hit_tokens):
