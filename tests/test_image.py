@@ -27,7 +27,7 @@ def make_header(tokens: bytes = bytes(range(64)), space: bytes = b"a space", **c
         "space": space,
         "header_bytes": img.header_bytes_for(256, len(space)),
         "payload_bytes": PAYLOAD_BYTES,
-        "payload_crc": 0,
+        "payload_check": 0,
     }
     return img.Header(**{**fields, **changes})
 
@@ -72,7 +72,25 @@ def test_a_sealed_image_is_whole_and_an_unsealed_one_is_not():
     assert is_whole(image)
     header = img.read_header(image)
     payload = image[header.header_bytes : header.header_bytes + header.payload_bytes]
-    assert header.payload_crc == zlib.crc32(payload)
+    assert header.payload_check == img.payload_check_of(payload)
+
+
+@given(st.binary(min_size=0, max_size=3000))
+def test_a_payloads_check_sum_is_that_of_its_specification(payload):
+    """Sums of 512-byte sectors modulo 2**64, crc32 over them and over the rest."""
+    whole = len(payload) // 512 * 512
+    sums = b""
+    for start in range(0, whole, 512):
+        words = [int.from_bytes(payload[at : at + 8], "little") for at in range(start, start + 512, 8)]
+        sums += (sum(words) % 2**64).to_bytes(8, "little")
+    assert img.payload_check_of(memoryview(payload)) == zlib.crc32(payload[whole:], zlib.crc32(sums))
+
+
+def test_sectors_that_changed_places_are_detected():
+    """A misdirected write leaves every word as it was, elsewhere."""
+    payload = os.urandom(2048)
+    moved = payload[512:1024] + payload[:512] + payload[1024:]
+    assert img.payload_check_of(memoryview(payload)) != img.payload_check_of(memoryview(moved))
 
 
 @given(st.data())
