@@ -77,7 +77,10 @@ class PageCopies(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     def _rows(self, memory_obj: Any, count: int) -> npt.NDArray[np.uint8]:
         flat = memory_obj.tensor.view(torch.uint8).numpy().reshape(-1)  # its memory, whatever it takes it for
         page_bytes = self._pages[0].shape[1]
-        return flat[: len(self._pages) * count * page_bytes].reshape(len(self._pages), count, page_bytes)
+        rows: npt.NDArray[np.uint8] = flat[: len(self._pages) * count * page_bytes].reshape(
+            len(self._pages), count, page_bytes
+        )
+        return rows
 
 
 def _pages_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -86,4 +89,5 @@ def _pages_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
         msg = f"pages of {list(tensor.shape)} with strides {tensor.stride()} do not lie in one piece"
         raise ValueError(msg)
     words = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
-    return words.reshape(len(words), -1).view(np.uint8)
+    pages: npt.NDArray[np.uint8] = words.reshape(len(words), -1).view(np.uint8)
+    return pages

@@ -19,7 +19,7 @@ class _Library(type(ffi.lib)):  # type: ignore[misc]  # a class that has no name
     """Numba's library, with the empty ``__dict__`` that it lacks: vLLM's CPU worker asks every object for one."""
 
     __slots__ = ()
-    __dict__ = property(lambda _: {})  # type: ignore[assignment]  # that is the point
+    __dict__ = property(lambda _: {})
 
 
 def _create(*_: Any, **__: Any) -> PageCopies:  # seam: LMCache's factory

@@ -34,7 +34,7 @@ class Connector(NamedTuple):
     case: str  # how --case names it
     name: str
     role: Role
-    config: dict[str, object] | None = None
+    config: Mapping[str, object] | None = None
     env: Mapping[str, str] = MappingProxyType({})
     is_foreign: bool = False  # runs in the peer's environment
     folder: Path | None = None  # what survives a restart lies here

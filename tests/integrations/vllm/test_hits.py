@@ -8,7 +8,12 @@ pytestmark = pytest.mark.vllm
 
 RUNNERS = pytest.mark.parametrize(
     "options",
-    [{"runner": runner, "asynchronous": asynchronous} for runner in (1, 2) for asynchronous in (False, True)],
+    [
+        {"runner": 1},
+        {"runner": 1, "asynchronous": True},
+        {"runner": 2},
+        {"runner": 2, "asynchronous": True, "is_late": True},
+    ],
     ids=["runner 1", "runner 1, async", "runner 2", "runner 2, async"],
 )
 SKIP = {"extra_args": {"kv_transfer_params": {"qkvault.skip": True}}}  # vLLM's own cache only
@@ -215,6 +220,35 @@ def test_a_tier_that_does_not_answer_is_waited_for_until_the_deadline(toy_engine
     assert external(engine, request) == 0
     tier.release()
     assert driver.drain(10)
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+def test_each_wait_has_a_deadline_of_its_own(toy_engine, prompts, tmp_path):
+    """A request that waited long once is as patient as ever when it is looked up again after a preemption."""
+    from qkvault.testing.wrappers import FaultyTier
+
+    engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")})
+    prompt = prompts(300)
+    engine.ask(prompt)
+    now = [0.0]
+    engine.connector._scheduler._clock = lambda: now[0]
+    driver = engine.store.driver
+    tier = driver.tiers[0] = FaultyTier(driver.tiers[0])
+    tier.notify(driver._wake.set)
+    on_disk(engine)
+    engine.forget_own_prefixes()
+    tier.is_mute = True
+    engine.add("r", prompt, max_tokens=30)
+    engine.step()
+    now[0] = 10.0
+    while not engine.texts["r"]:
+        engine.step()
+    tier.release()
+    on_disk(engine)
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert sum(len(op.block_ids) for op in engine.loads_of("r")) == 18
     engine.assert_texts()
     engine.assert_clean()
 

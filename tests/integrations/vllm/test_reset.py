@@ -11,9 +11,9 @@ ALL = pytest.mark.parametrize(
     [
         {"runner": 1},
         {"runner": 1, "asynchronous": True},
-        {"runner": 2, "asynchronous": True},
+        {"runner": 2, "asynchronous": True, "is_late": True},
         {"runner": 1, "num_drafts": 3},
-        {"runner": 2, "asynchronous": True, "on_device": True},
+        {"runner": 2, "asynchronous": True, "is_late": True, "on_device": True},
     ],
     ids=["sync", "async", "runner 2, async", "drafts", "device"],
 )

@@ -14,7 +14,7 @@ ALL = pytest.mark.parametrize(
         {"runner": 1},
         {"runner": 1, "asynchronous": True},
         {"runner": 2},
-        {"runner": 2, "asynchronous": True},
+        {"runner": 2, "asynchronous": True, "is_late": True},
         {"runner": 1, "num_drafts": 3},
     ],
     ids=["runner 1", "runner 1, async", "runner 2", "runner 2, async", "drafts"],
@@ -106,6 +106,19 @@ def test_blocks_of_a_finished_request_are_kept_for_one_step(toy, toy_engine, pro
     assert max(kept.values()) <= (2 if engine.asynchronous else 1)
     assert not engine.connector.requires_kv_delivery
     engine.assert_texts()
+    engine.assert_clean()
+
+
+@ALL
+def test_what_is_given_up_is_free_at_once(toy_engine, prompts, options):
+    """An aborted request keeps no block for the store's sake, and nothing more of it is stored."""
+    engine = toy_engine(**options)
+    engine.add("r", prompts(100), max_tokens=200)
+    while len(engine.texts["r"]) < 70:
+        engine.step()
+    engine.abort("r")
+    engine.run()
+    assert engine.sent == [op for plan in engine.plans for op in plan.finals] == []
     engine.assert_clean()
 
 

@@ -12,10 +12,12 @@ LAYOUTS = [
     pytest.param({"runner": 1}, id="runner 1"),
     pytest.param({"runner": 2}, id="runner 2"),
     pytest.param({"runner": 1, "asynchronous": True}, id="runner 1, async"),
-    pytest.param({"runner": 2, "asynchronous": True}, id="runner 2, async"),
+    pytest.param({"runner": 2, "asynchronous": True, "is_late": True}, id="runner 2, async"),
     pytest.param({"runner": 1, "num_drafts": 3}, id="drafts"),
     pytest.param({"runner": 1, "on_device": True}, id="device"),
-    pytest.param({"runner": 2, "asynchronous": True, "on_device": True, "kernel_ratio": 2}, id="device, async"),
+    pytest.param(
+        {"runner": 2, "asynchronous": True, "is_late": True, "on_device": True, "kernel_ratio": 2}, id="device, async"
+    ),
 ]
 
 

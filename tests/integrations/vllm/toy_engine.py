@@ -166,6 +166,19 @@ class Event:
         self.stream.finish(self.number)
 
 
+class Step:
+    """One step as the scheduler planned it, and what the worker needs to know of that moment."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.output = output = scheduler.schedule()
+        self.result: ModelRunnerOutput | None = None
+        self.tables = {
+            name: list(scheduler.kv_cache_manager.get_block_ids(name)[0]) for name in output.num_scheduled_tokens
+        }
+        begun = [new.req_id for new in output.scheduled_new_reqs] + sorted(output.scheduled_cached_reqs.resumed_req_ids)
+        self.fresh = {name: list(scheduler.requests[name].all_token_ids) for name in begun}
+
+
 class ToyEngine:
     """One engine. ``step`` does what an engine core does; ``violations`` lists forwards over wrong pages."""
 
@@ -176,6 +189,7 @@ class ToyEngine:
         num_blocks: int = 64,
         runner: int = 1,
         asynchronous: bool = False,
+        is_late: bool = False,
         num_drafts: int = 0,
         kernel_ratio: int = 1,
         on_device: bool = False,
@@ -190,6 +204,7 @@ class ToyEngine:
         self.config.scheduler_config.async_scheduling = asynchronous
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.runner, self.asynchronous, self.num_drafts = runner, asynchronous, num_drafts
+        self.is_late = is_late  # the worker begins a step when the next one is planned
         block_size = self.config.cache_config.block_size
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=HEAD, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
@@ -227,7 +242,7 @@ class ToyEngine:
         self.sent: list[str] = []
         self.plans: list[StepPlan] = []
         self._memory: dict[str, Memory] = {}
-        self._running: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._running: deque[Step] = deque()
 
     # -- what a client does
 
@@ -245,16 +260,22 @@ class ToyEngine:
 
     def step(self) -> None:
         if self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            self._running.append((output, self._execute(output)))
-            if self.asynchronous and len(self._running) < 2 and output.total_num_scheduled_tokens:
+            step = Step(self.scheduler)
+            self.plans.append(step.output.kv_connector_metadata)
+            self._running.append(step)
+            if not self.is_late:
+                self._execute(step)
+            if self.asynchronous and len(self._running) < 2 and step.output.total_num_scheduled_tokens:
                 return
         if self._running:
             self.update()
 
     def update(self) -> None:
         """Let the scheduler hear of the oldest step that it has not heard of."""
-        output, result = self._running.popleft()
+        step = self._running.popleft()
+        if step.result is None:
+            self._execute(step)
+        output, result = step.output, step.result
         if result.kv_connector_output is not None:
             self.sent += sorted(result.kv_connector_output.finished_sending or ())
         for outputs in self.scheduler.update_from_output(output, result).values():
@@ -339,16 +360,16 @@ class ToyEngine:
 
     # -- what a worker does
 
-    def _execute(self, output: Any) -> ModelRunnerOutput:
-        self.plans.append(output.kv_connector_metadata)
+    def _execute(self, step: Step) -> None:
+        output = step.output
         self.on_plan(output.kv_connector_metadata)
         output.kv_connector_metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
         with self._agent():
-            result = self._execute_v2(output) if self.runner == 2 else self._execute_v1(output)
-        return pickle.loads(pickle.dumps(result))
+            result = self._execute_v2(step) if self.runner == 2 else self._execute_v1(step)
+        step.result = pickle.loads(pickle.dumps(result))
 
-    def _execute_v1(self, output: Any) -> ModelRunnerOutput:
-        mixin = KVConnectorModelRunnerMixin
+    def _execute_v1(self, step: Step) -> ModelRunnerOutput:
+        output, mixin = step.output, KVConnectorModelRunnerMixin
         self.worker.handle_preemptions(output.kv_connector_metadata)
         if not output.total_num_scheduled_tokens:
             return mixin.kv_connector_no_forward(output, self.config)
@@ -357,45 +378,46 @@ class ToyEngine:
             set_forward_context(None, self.config),
             mixin.maybe_get_kv_connector_output(output, defer_finalize=is_deferred) as connector_output,
         ):
-            result = self._forward(output)
+            result = self._forward(step)
         if is_deferred:
             mixin.finalize_kv_connector()
         result.kv_connector_output = connector_output
         return result
 
-    def _execute_v2(self, output: Any) -> ModelRunnerOutput:
+    def _execute_v2(self, step: Step) -> ModelRunnerOutput:
+        output = step.output
         if not output.total_num_scheduled_tokens:
             return self.active.no_forward(output)
         names = list(output.num_scheduled_tokens)
         batch = SimpleNamespace(idx_mapping=None, req_ids=names, num_tokens=output.total_num_scheduled_tokens)
         self.active.pre_forward(output, batch, {})
-        result = self._forward(output)
+        result = self._forward(step)
         self.active.finish_forward()
         result.kv_connector_output = self.active.post_forward(output.finished_req_ids)
         return result
 
-    def _forward(self, output: Any) -> ModelRunnerOutput:
+    def _forward(self, step: Step) -> ModelRunnerOutput:
         if self.stream is not None:
             self.stream.finish()
+        output = step.output
+        self._memory |= {name: Memory(tokens) for name, tokens in step.fresh.items()}
         before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for name in [new.req_id for new in output.scheduled_new_reqs] + sorted(cached.resumed_req_ids):
-            self._memory[name] = Memory(list(self.scheduler.requests[name].all_token_ids))
         names = list(output.num_scheduled_tokens)
         sampled = []
         for name in names:
             drafts = [token for token in output.scheduled_spec_decode_tokens.get(name, ()) if token >= 0]
-            sampled.append(self._compute(name, before[name], output.num_scheduled_tokens[name], drafts))
+            span = before[name], output.num_scheduled_tokens[name]
+            sampled.append(self._compute(name, step.tables[name], span, drafts))
         if self.num_drafts:
             self._propose(names, sampled)
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
 
-    def _compute(self, name: str, start: int, count: int, drafts: list[int]) -> list[int]:
-        memory = self._memory[name]
+    def _compute(self, name: str, table: list[int], span: tuple[int, int], drafts: list[int]) -> list[int]:
+        memory, (start, count) = self._memory[name], span
         num_known = len(memory.tokens)
         of_drafts = memory.lay(num_known, drafts)
-        table = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
         slots = (np.array(table)[:, None] * BLOCK + np.arange(BLOCK)).ravel()
         is_right = np.array_equal(self.flat[slots[:start]], memory.rows[:start])
         if not is_right:
