@@ -31,7 +31,13 @@ class Child:
         self._log = tempfile.NamedTemporaryFile(prefix="qkvault-bench-", suffix=".log", mode="w+b")  # noqa: SIM115  # closed by close()
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(env or {})
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,  # a signal to all of us must not keep it from ending what it has started itself
         )
         self._pending = b""
 

@@ -150,6 +150,53 @@ def test_a_load_whose_promise_nobody_remembers_fails_and_is_computed(toy_engine,
 
 
 @ALL
+@pytest.mark.parametrize("reason", ["corrupt", "unavailable"])
+def test_a_disk_that_fails_is_a_shorter_hit(toy_engine, prompts, tmp_path, options, reason):
+    """B 129, B 133: chunks that a tier cannot deliver end the hit; the rest is computed and nobody waits for ever."""
+    from qkvault.testing.wrappers import FaultyTier
+
+    engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")}, **options)
+    prompt = prompts(300)
+    engine.ask(prompt)
+    driver = engine.store.driver
+    assert driver.drain(10)
+    tier = driver.tiers[0] = FaultyTier(driver.tiers[0], fail_every_load=4, fail_reason=reason)
+    tier.notify(driver._wake.set)
+    for _ in range(3):
+        client = engine.store.connect("test")
+        client.clear(lower_tiers=False)
+        client.close()
+        engine.forget_own_prefixes()
+        engine.ask(prompt)
+        assert driver.drain(10)
+    assert engine.status().counters[f"failed.disk.{reason}"] > 0
+    loaded = [len(op.block_ids) * 16 for plan in engine.plans for op in plan.loads]
+    assert all(tokens == 288 or tokens % 64 == 0 for tokens in loaded)
+    engine.assert_clean()
+
+
+def test_a_file_that_is_spoiled_is_not_promised_again(toy_engine, prompts, tmp_path):
+    """A chunk whose file does not hold what it should ends the hit before it, and is stored anew."""
+    engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")})
+    prompt = prompts(300)
+    engine.ask(prompt)
+    client = engine.store.connect("test")
+    assert engine.store.driver.drain(10)
+    for file in (tmp_path / "disk").rglob("*.qkv"):
+        spoiled = bytearray(file.read_bytes())
+        spoiled[len(spoiled) // 2] ^= 0xFF
+        file.write_bytes(spoiled)
+    for wanted in (0, 18):
+        client.clear(lower_tiers=False)
+        engine.forget_own_prefixes()
+        request = engine.ask(prompt)
+        assert sum(len(op.block_ids) for op in engine.loads_of(request.request_id)) == wanted
+        assert engine.store.driver.drain(10)
+    client.close()
+    engine.assert_clean()
+
+
+@ALL
 def test_a_store_that_is_closed_under_the_connector_costs_hits_only(toy_engine, prompts, log_lines, options):
     """With its store gone the engine goes on, says so once for each kind of trouble, and ends cleanly."""
     engine = toy_engine(**options)

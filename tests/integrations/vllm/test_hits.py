@@ -233,10 +233,10 @@ def test_each_wait_has_a_deadline_of_its_own(toy_engine, prompts, tmp_path):
     engine.ask(prompt)
     now = [0.0]
     engine.connector._scheduler._clock = lambda: now[0]
+    on_disk(engine)
     driver = engine.store.driver
     tier = driver.tiers[0] = FaultyTier(driver.tiers[0])
     tier.notify(driver._wake.set)
-    on_disk(engine)
     engine.forget_own_prefixes()
     tier.is_mute = True
     engine.add("r", prompt, max_tokens=30)

@@ -109,6 +109,16 @@ def test_blocks_of_a_finished_request_are_kept_for_one_step(toy, toy_engine, pro
     engine.assert_clean()
 
 
+def test_a_request_that_ends_as_foreseen_keeps_nothing(toy, toy_engine, prompts):
+    """What a request computes up to its maximal length is stored in its last step, and its blocks are free with it."""
+    engine = toy_engine()
+    prompt = prompts(100)
+    engine.ask(prompt, max_tokens=77)
+    assert engine.sent == []
+    assert engine.num_cached(prompt + toy.text_of(prompt, 77)) == 176
+    engine.assert_clean()
+
+
 @ALL
 def test_what_is_given_up_is_free_at_once(toy_engine, prompts, options):
     """An aborted request keeps no block for the store's sake, and nothing more of it is stored."""
