@@ -27,13 +27,13 @@ SRC = ROOT / "src"
 # Lowest first: a module imports from its own line and the lines above it. The longest name that fits counts.
 LAYERS = (
     "types errors",
-    "units config registry events logs keys tokens layout image policies",
+    "units address config registry events logs keys tokens layout image policies",
     "pool logical paged",
     "tiers codecs wire",
     "store",
     "store.driver",
     "client server metrics stats embedded wire.inproc",
-    "transfer prefix engine builder sdk capture blend",
+    "transfer prefix loading engine builder sdk capture blend",
     "integrations",
     "cli __main__",
 )
@@ -42,7 +42,7 @@ CLIENT_NEVER_IMPORTS = ("store", "tiers", "server")  # the in-process transport 
 TESTING_MAX_LEVEL = LEVELS["client"]
 
 TORCH_ALLOWED = (
-    "logical paged transfer prefix engine builder sdk capture blend integrations "
+    "logical paged transfer prefix loading engine builder sdk capture blend integrations "
     "cli testing codecs layout tokens".split()
 )  # What would make the store more than a state machine.
 STORE_FORBIDDEN = frozenset(

@@ -7,13 +7,14 @@ import pytest
 from qkvault.client import StoreClient
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
 from qkvault.testing import FakeClock
-from qkvault.types import ChunkRef
+from qkvault.types import KEY_BYTES, ChunkRef, ChunkRefs
 from qkvault.wire import messages as m
 from qkvault.wire.transport import Transport
 
-KEYS = (b"k1", b"k2", b"k3")
-CHECKS = (b"c1", b"c2", b"c3")
-NOTHING = m.Located(0, (), 0)
+KEYS = tuple(bytes([n]) * KEY_BYTES for n in (1, 2, 3))
+ALL_KEYS = b"".join(KEYS)
+CHECKS = b"onetwotiredo"
+NOTHING = m.Located(0, ChunkRefs(), 0)
 
 
 class Scripted(Transport):
@@ -41,7 +42,7 @@ class Scripted(Transport):
 
 
 def refs(count):
-    return tuple(ChunkRef(key, 0, 8192, 16) for key in KEYS[:count])
+    return ChunkRefs.of([ChunkRef(key, 0, 8192, 16) for key in KEYS[:count]])
 
 
 def tokens_of(at):
@@ -51,10 +52,10 @@ def tokens_of(at):
 def test_a_lookup_asks_once_where_no_fork_can_share_more():
     """The second question is spared."""
     transport = Scripted(m.Located(5, refs(2), 0))
-    assert StoreClient(transport).find(b"root", KEYS, CHECKS, tokens_of, search_range=["ram"]) == m.Located(
+    assert StoreClient(transport).find(b"root", ALL_KEYS, CHECKS, tokens_of, search_range=["ram"]) == m.Located(
         5, refs(2), 0
     )
-    assert transport.asked == [m.Lookup(b"root", KEYS, CHECKS, ("ram",))]
+    assert transport.asked == [m.Lookup(b"root", ALL_KEYS, CHECKS, tokens_of(3), ("ram",))]
 
 
 @pytest.mark.parametrize("num_ready", [0, 1, 2, 3])
@@ -63,15 +64,15 @@ def test_the_chunk_after_the_last_one_is_matched(num_ready, num_pending):
     """It hangs on the last chunk that was found, ready or not; on the root if none was."""
     num_found = min(num_ready + num_pending, 3)
     transport = Scripted(m.Located(5, refs(num_found - num_pending), num_pending, can_fork=True), NOTHING)
-    assert StoreClient(transport).find(b"root", KEYS, CHECKS, tokens_of) == NOTHING
+    assert StoreClient(transport).find(b"root", ALL_KEYS, CHECKS, tokens_of) == NOTHING
     parent = (b"root", *KEYS)[num_found]
     assert transport.asked[1] == m.Match(5, parent, tokens_of(num_found))
 
 
 def test_the_tail_is_looked_for_in_the_same_media():
     """B22: `search_range` holds for both questions."""
-    transport = Scripted(m.Located(0, (), 0, can_fork=True), NOTHING)
-    StoreClient(transport).find(b"root", (), (), tokens_of, search_range=("disk",))
+    transport = Scripted(m.Located(0, ChunkRefs(), 0, can_fork=True), NOTHING)
+    StoreClient(transport).find(b"root", b"", b"", tokens_of, search_range=("disk",))
     assert [request.search_range for request in transport.asked] == [("disk",), ("disk",)]
 
 
@@ -79,7 +80,7 @@ def test_the_tail_is_looked_for_in_the_same_media():
 def test_less_than_a_grain_is_not_asked_for(tokens):
     """Nothing could match."""
     transport = Scripted(m.Located(5, refs(3), 0, can_fork=True))
-    assert StoreClient(transport).find(b"root", KEYS, CHECKS, lambda _: tokens).lease_id == 5
+    assert StoreClient(transport).find(b"root", ALL_KEYS, CHECKS, lambda _: tokens).lease_id == 5
     assert len(transport.asked) == 1
 
 
@@ -87,14 +88,14 @@ def test_waiting_polls_until_nothing_is_pending():
     """The answer is the last one; a wake-up that is missed costs one nap, not the whole time."""
     transport = Scripted(m.Located(5, refs(1), 2), m.Located(5, refs(3), 0))
     client = StoreClient(transport)
-    assert client.wait(m.Located(5, (), 3), 10.0, transport.clock) == m.Located(5, refs(3), 0)
+    assert client.wait(m.Located(5, ChunkRefs(), 3), 10.0, transport.clock) == m.Located(5, refs(3), 0)
     assert transport.clock() == pytest.approx(0.01)
 
 
 def test_waiting_ends_at_the_deadline():
     """B133: with what has come by then."""
     transport = Scripted(*[m.Located(5, refs(1), 2)] * 3)
-    assert StoreClient(transport).wait(m.Located(5, (), 3), 0.0125, transport.clock).ready == refs(1)
+    assert StoreClient(transport).wait(m.Located(5, ChunkRefs(), 3), 0.0125, transport.clock).ready == refs(1)
     assert transport.clock() == pytest.approx(0.0125)
 
 
@@ -106,7 +107,7 @@ def test_waiting_for_nothing_asks_nothing():
 def test_waiting_ends_with_the_lease():
     """A lease that ran out is a clean miss."""
     transport = Scripted(NOTHING)
-    assert StoreClient(transport).wait(m.Located(5, (), 3), 10.0, transport.clock) == NOTHING
+    assert StoreClient(transport).wait(m.Located(5, ChunkRefs(), 3), 10.0, transport.clock) == NOTHING
 
 
 def test_releasing_nothing_asks_nothing():

@@ -435,7 +435,8 @@ def test_a_key_is_the_space_then_the_hash():
     space = a_space()
     assert space.chunk_key(HASH) == space.space_id + HASH
     assert len(space.chunk_key(HASH)) == 48
-    assert space.chunk_keys([HASH, bytes(32)]) == [space.chunk_key(HASH), space.chunk_key(bytes(32))]
+    assert space.chunk_keys([HASH, bytes(32)]) == space.chunk_key(HASH) + space.chunk_key(bytes(32))
+    assert space.chunk_keys([]) == b""
     with pytest.raises(ValueError, match="32 bytes, not 8"):
         space.chunk_key(bytes(8))
 

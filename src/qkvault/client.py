@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
+import msgspec
+
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
-from qkvault.types import GRAIN_TOKENS, TOKEN_BYTES, NewChunk
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkRef, NewChunk
 from qkvault.wire import messages as m
 from qkvault.wire.transport import PoolView, Transport
 
 R = TypeVar("R", bound=m.Reply)
 
+_GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
 _NAP_SECONDS: Final = 0.005  # between two looks at a lease with chunks on their way
 _ERRORS: Final[dict[str, type[Exception]]] = {"protocol": ProtocolError, "invariant": InvariantError}
 
@@ -34,27 +37,31 @@ class StoreClient:
     def find(
         self,
         root: bytes,
-        keys: Sequence[bytes],
-        checks: Sequence[bytes],
+        keys: bytes,
+        checks: bytes,
         tokens_of: Callable[[int], bytes],
         *,
         search_range: Sequence[str] | None = None,
     ) -> m.Located:
         """Lease the longest run of tokens that is cached: whole chunks, then the leading grains of one more.
 
-        ``root`` is the key of the chain's root, ``keys`` and ``checks`` those of the whole chunks, ``tokens_of(i)`` the
-        tokens (bytes) of chunk i, where i may be the tail after the last whole one. The lease is the caller's to
-        ``release``; a ``lease_id`` of 0 means that nothing was found.
+        ``root`` is the key of the chain's root, ``keys`` (48 bytes each) and ``checks`` (4) those of the whole chunks,
+        ``tokens_of(i)`` the tokens (bytes) of chunk i, where i may be the tail after the last whole one. One question
+        if all whole chunks are found, or none that shares a beginning; two if the prompt leaves another in the middle
+        of a chunk. The lease is the caller's to ``release``; a ``lease_id`` of 0 means that nothing was found.
         """
         media = _tuple(search_range)
-        found = self._ask(m.Lookup(root, tuple(keys), tuple(checks), media), m.Located)
+        tail = tokens_of(len(keys) // KEY_BYTES)
+        if len(tail) < _GRAIN_BYTES:
+            tail = b""
+        found = self._ask(m.Lookup(root, keys, checks, tail, media), m.Located)
         if not found.can_fork:
-            return found
+            return msgspec.structs.replace(found, ready=found.ready.with_asked(keys))
         num_chunks = len(found.ready) + found.num_pending
         tokens = tokens_of(num_chunks)
-        if len(tokens) < GRAIN_TOKENS * TOKEN_BYTES:
-            return found
-        parent = keys[num_chunks - 1] if num_chunks else root
+        if len(tokens) < _GRAIN_BYTES:
+            return msgspec.structs.replace(found, ready=found.ready.with_asked(keys))
+        parent = keys[(num_chunks - 1) * KEY_BYTES : num_chunks * KEY_BYTES] if num_chunks else root
         return self._ask(m.Match(found.lease_id, parent, tokens, media), m.Located)
 
     def poll(self, lease_id: int) -> m.Located:
@@ -73,6 +80,10 @@ class StoreClient:
     def wait_change(self, timeout_seconds: float) -> None:
         """Sleep until something may have changed for a pending lease, at most ``timeout_seconds``."""
         self._transport.wait_change(timeout_seconds)
+
+    def fetch(self, refs: Sequence[ChunkRef]) -> None:
+        """Make the pool show leased chunks; nothing to do where it is the store's own memory."""
+        self._transport.fetch(refs)
 
     def release(self, *lease_ids: int) -> None:
         """Give up read leases."""
@@ -98,6 +109,18 @@ class StoreClient:
     def switch(self, *, frozen: bool | None = None, hot_cache: bool | None = None) -> m.Status:
         """Turn switches; None leaves one as it is."""
         return self._ask(m.Switch(frozen, hot_cache), m.Status)
+
+    def ping(self) -> bool:
+        """Give a sign of life. Returns whether this session is registered as an instance."""
+        return self._ask(m.Ping(), m.Done).count > 0
+
+    def register(self, instance: m.Instance) -> None:
+        """Say which process of which engine this session is. Repeating it is fine."""
+        self._ask(m.Register(instance), m.Done)
+
+    def several(self, requests: Sequence[m.Lookup | m.Match | m.Poll]) -> tuple[m.Located, ...]:
+        """Ask all of ``requests`` in one message."""
+        return self._ask(m.Several(tuple(requests)), m.Each).replies
 
     def status(self) -> m.Status:
         """What is going on."""

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from qkvault.address import UNIX_SCHEME
 from qkvault.client import StoreClient
 from qkvault.config import Config
 from qkvault.errors import ConfigError
@@ -23,7 +24,7 @@ from qkvault.store.manager import StorageManager
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
 from qkvault.wire.inproc import InprocTransport
-from qkvault.wire.sockets import UNIX_SCHEME, SocketServer
+from qkvault.wire.server import SocketServer
 
 _lock: Final = threading.Lock()
 _stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id

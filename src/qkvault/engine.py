@@ -20,21 +20,21 @@ from qkvault.config import Config
 from qkvault.errors import ConfigError, ProtocolError, Unavailable
 from qkvault.keys import KeySpace, RequestIdentity
 from qkvault.layout import ChunkLayout
+from qkvault.loading import Loaded, Loader
 from qkvault.logs import RateLimited, get_logger
 from qkvault.paged import PagedConnector
-from qkvault.prefix import Prefix, load_items
+from qkvault.prefix import Prefix
 from qkvault.stats import StatsMonitor
 from qkvault.tokens import load_scheme, num_masked_tokens
 from qkvault.transfer import SaveItem, SaveReport, StoreResult, Transfer
-from qkvault.types import Medium, Outcome
+from qkvault.types import ChunkRefs, Outcome
 from qkvault.wire.messages import Located
 
 if TYPE_CHECKING:
     from qkvault.tokens import Mask, Tokens
 
 _NOBODY: Final = RequestIdentity()
-_NOTHING: Final = Located(0, (), 0)
-_NAP_SECONDS: Final = 0.005  # between two looks at what is on its way: a wake-up that comes between them is missed
+_NOTHING: Final = Located(0, ChunkRefs(), 0)
 _log = RateLimited(get_logger("engine"))
 _Answer = TypeVar("_Answer")
 
@@ -70,12 +70,6 @@ class _Held(NamedTuple):
     promised_tokens: int  # what it was to hold when it was found
 
 
-class _Loaded(NamedTuple):
-    end_token: int  # what is not masked and before it is there
-    failed_tokens: int = 0
-    voided_tokens: int = 0
-
-
 class CacheEngine:
     """One engine over one set of paged tensors. Calls are to come from one thread at a time.
 
@@ -109,7 +103,7 @@ class CacheEngine:
         self._space = metadata.space(config)
         self._client, self._paged = client, paged
         self._transfer = Transfer(client, paged, self._space, stats=self.stats)
-        self._clock = clock
+        self._loader = Loader(client, self._transfer, self.stats, clock, deadline_seconds=config.load_deadline_seconds)
         self._held: dict[str, _Held] = {}  # by lookup id
 
     def store(
@@ -197,7 +191,7 @@ class CacheEngine:
         limit = self._whole_blocks(len(tokens))
         _require_blocks(block_ids, limit, self._paged.block_size)
         request = self.stats.on_retrieve_request(len(tokens) - num_masked)
-        held, loaded = None, _Loaded(num_masked)
+        held, loaded = None, Loaded(num_masked)
         try:
             held = self._take(lookup_id, tokens, identity) or self._find(tokens, identity, None)
             if held is not None:
@@ -230,7 +224,7 @@ class CacheEngine:
             return 0, True
         if held.located.num_pending:
             held = self._held[lookup_id] = held._replace(located=self._poll(held))
-        num_tokens = min(sum(ref.num_tokens for ref in held.located.ready), held.promised_tokens)
+        num_tokens = min(held.located.ready.num_tokens, held.promised_tokens)
         return self._whole_blocks(num_tokens), held.located.num_pending == 0
 
     def freeze(self, *, enabled: bool) -> None:
@@ -298,7 +292,7 @@ class CacheEngine:
         located = self._reach(lambda: self._locate(prefix, media), _NOTHING)
         if not located.lease_id:
             return None
-        found = sum(ref.num_tokens for ref in located.ready) + sum(located.pending_tokens.values())
+        found = located.ready.num_tokens + sum(located.pending_tokens.values())
         return _Held(prefix, located, self._whole_blocks(min(found, len(tokens))))
 
     def _locate(self, prefix: Prefix, media: Sequence[str] | None) -> Located:
@@ -336,42 +330,16 @@ class CacheEngine:
         if held.located.lease_id:
             self._reach(lambda: self._client.release(held.located.lease_id), None)
 
-    def _load(self, held: _Held, num_masked: int, limit: int, block_ids: Sequence[int]) -> _Loaded:
+    def _load(self, held: _Held, num_masked: int, limit: int, block_ids: Sequence[int]) -> Loaded:
         """Load the tokens ``[num_masked, limit)`` of what is held, as far as they come."""
         promised = min(held.promised_tokens, limit)
         if promised - num_masked < max(1, self.config.min_hit_tokens):
-            return _Loaded(num_masked)
-        none = _Loaded(num_masked, promised - num_masked)
-        return self._reach(lambda: self._copy(held.located, num_masked, promised, block_ids), none)
-
-    def _copy(self, located: Located, num_masked: int, promised: int, block_ids: Sequence[int]) -> _Loaded:
-        located = self._wait(located)
-        found = self._whole_blocks(min(sum(ref.num_tokens for ref in located.ready), promised))
-        if found - num_masked < max(1, self.config.min_hit_tokens):
-            return _Loaded(num_masked, promised - max(found, num_masked))
-        items = load_items(
-            located.ready, num_masked, found, block_ids,
-            chunk_size=self._space.chunk_size, block_size=self._paged.block_size,
-        )  # fmt: skip
-        num_whole = min(self._transfer.stale(items), default=len(items))
-        failed = self._transfer.load(items[:num_whole])
-        self._transfer.wait()
-        failed |= self._transfer.lost(items[:num_whole], located.lease_id)
-        first_failed = min(failed, default=num_whole)
-        end = items[first_failed].start_token if first_failed < len(items) else found
-        void_blocks = sum(len(items[at].block_ids) for at in range(first_failed, num_whole) if at not in failed)
-        num_void = void_blocks * self._paged.block_size
-        return _Loaded(end, promised - end - num_void, num_void)
-
-    def _wait(self, located: Located) -> Located:
-        """How far it has come when nothing is on its way any more, or the time is up."""
-        deadline = self._clock() + self.config.load_deadline_seconds
-        with self.stats.stage("get") as stage:
-            while located.num_pending and (left_seconds := deadline - self._clock()) > 0:
-                located = self._client.wait(located, min(left_seconds, _NAP_SECONDS), self._clock)
-            stage.num_tokens = sum(ref.num_tokens for ref in located.ready)
-            stage.num_bytes = sum(ref.image_bytes for ref in located.ready if ref.medium is not Medium.RAM)
-        return located
+            return Loaded(num_masked)
+        none = Loaded(num_masked, promised - num_masked)
+        least = max(1, self.config.min_hit_tokens)
+        return self._reach(
+            lambda: self._loader.load(held.located, num_masked, promised, block_ids, min_tokens=least), none
+        )
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._paged.block_size * self._paged.block_size
@@ -385,7 +353,7 @@ def _require_blocks(block_ids: Sequence[int], num_tokens: int, block_size: int) 
 
 def _by_medium(held: _Held) -> Counter[str]:
     """The promised tokens by where they are: what is in RAM first, then what is on its way."""
-    pieces = [(ref.medium, ref.num_tokens) for ref in held.located.ready]
+    pieces = [(run.medium, run.count * run.num_tokens) for run in held.located.ready.runs]
     found: Counter[str] = Counter()
     for medium, num_tokens in [*pieces, *held.located.pending_tokens.items()]:
         found[medium.value] += min(num_tokens, held.promised_tokens - found.total())

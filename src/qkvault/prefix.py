@@ -6,14 +6,14 @@ Shared by CacheEngine and the serving integrations. Positions are tokens from th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from qkvault.image import check_of
 from qkvault.keys import KeySpace, RequestIdentity
 from qkvault.tokens import TokenHasher, token_bytes
 from qkvault.transfer import LoadItem, SaveItem
-from qkvault.types import GRAIN_TOKENS, TOKEN_BYTES, ChunkRef
+from qkvault.types import GRAIN_TOKENS, SKETCH_BYTES, TOKEN_BYTES, ChunkRef
 
 if TYPE_CHECKING:
     from qkvault.client import StoreClient
@@ -47,12 +47,13 @@ class Prefix:
 
         The run begins at ``start_chunk``: what is before it need not be cached, and is not touched.
         """
-        keys = self._space.chunk_keys(self._hasher.hashes[start_chunk:])
+        hashes = self._hasher.hashes[start_chunk:]
+        keys = self._space.chunk_keys(hashes)
         root = self._space.chunk_key(self._hasher.parent_of(start_chunk))
         if self._hasher.identity.media:
-            checks = [check_of(self._compared(start_chunk + number)) for number in range(len(keys))]
+            checks = b"".join(check_of(self._compared(start_chunk + number)) for number in range(len(hashes)))
         else:
-            checks = self._hasher.checks[start_chunk:]
+            checks = self._hasher.checks[start_chunk * SKETCH_BYTES :]
         return client.find(
             root, keys, checks, lambda number: self._compared(start_chunk + number), search_range=search_range
         )
@@ -104,7 +105,7 @@ class Prefix:
 
 
 def load_items(
-    ready: Sequence[ChunkRef], start: int, stop: int, block_ids: Sequence[int], *, chunk_size: int, block_size: int
+    ready: Iterable[ChunkRef], start: int, stop: int, block_ids: Sequence[int], *, chunk_size: int, block_size: int
 ) -> list[LoadItem]:
     """What to copy of leased chunks for the tokens ``[start, stop)``, which begin and end blocks.
 

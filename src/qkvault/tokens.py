@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from qkvault.errors import ConfigError
 from qkvault.image import check_of
 from qkvault.keys import DEFAULT_HASH, CacheEngineKey, KeySpace, LayerCacheEngineKey, MediaSpan, RequestIdentity
-from qkvault.types import HASH_BYTES, TOKEN_BYTES
+from qkvault.types import HASH_BYTES, SKETCH_BYTES, TOKEN_BYTES
 
 __all__ = [
     "HASH_SCHEMES",
@@ -166,7 +166,7 @@ class TokenHasher:
         self._chunk_bytes = chunk_size * TOKEN_BYTES
         self._tokens = bytearray()
         self._hashes: list[bytes] = []  # of whole chunks
-        self._checks: list[bytes] = []  # of the first whole chunks: as many as were asked for
+        self._checks = bytearray()  # of the first whole chunks: as many as were asked for
 
     @property
     def num_tokens(self) -> int:
@@ -179,11 +179,11 @@ class TokenHasher:
         return self._hashes.copy()
 
     @property
-    def checks(self) -> list[bytes]:
+    def checks(self) -> bytes:
         """``image.check_of`` of all whole chunks: 4 bytes each, independent of the scheme and of the parent."""
-        for index in range(len(self._checks), len(self._hashes)):
-            self._checks.append(check_of(self.chunk_tokens(index)))
-        return self._checks.copy()
+        for index in range(len(self._checks) // SKETCH_BYTES, len(self._hashes)):
+            self._checks += check_of(self.tokens_from(index))
+        return bytes(self._checks)
 
     def extend(self, tokens: Tokens) -> None:
         """Append ``tokens`` and hash the chunks that became whole.
@@ -219,7 +219,7 @@ class TokenHasher:
             raise ValueError(msg)
         del self._tokens[num_tokens * TOKEN_BYTES :]
         del self._hashes[num_tokens // self.chunk_size :]
-        del self._checks[num_tokens // self.chunk_size :]
+        del self._checks[num_tokens // self.chunk_size * SKETCH_BYTES :]
 
     def chunk_tokens(self, index: int) -> bytes:
         """The tokens of whole chunk ``index``, 4 bytes each. Raises ValueError if there is no such chunk."""

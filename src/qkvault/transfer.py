@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from qkvault.paged import PagedConnector, PageRun
 from qkvault.stats import StatsMonitor
 from qkvault.types import TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk, Outcome
 
+_PART_BYTES: Final = 128 << 20
 _log = get_logger("transfer")
 
 
@@ -115,21 +116,32 @@ class Transfer:
         self._stats = stats if stats is not None else StatsMonitor()
         self._description = msgspec.msgpack.encode(SpaceDescription(space, self.layout))
         self._header_bytes = header_bytes_for(self.layout.chunk_size, len(self._description))
+        self._num_in_part = max(1, _PART_BYTES // self.layout.payload_bytes(self.layout.chunk_size))
         self._layouts: dict[bytes, ChunkLayout | None] = {self._description: self.layout}  # None: cannot be read
         self._copying: deque[tuple[torch.Event, _Copy]] = deque()  # what a device has not finished, oldest first
 
     def save(self, items: Sequence[SaveItem]) -> SaveReport:
         """Store ``items`` (chains, heads first): one reserve, one copy of all pages, one commit (rows 3, 12).
 
-        Chunks that are present, or for which there is no room, are skipped. On a device the commit comes with
-        ``settle`` or ``wait``; until then the pages must be left alone. When the copy raises, nothing of it is stored
-        and the error is passed on. Raises Unavailable, and ValueError if an item's blocks are not those of its tokens.
+        More than some 100 MB go in parts, so that tiers write the first while the next is copied. Chunks that are
+        present, or for which there is no room, are skipped. On a device the commit comes with ``settle`` or ``wait``;
+        until then the pages must be left alone. When a copy raises, nothing of its part is stored and the error is
+        passed on. Raises Unavailable, and ValueError if an item's blocks are not those of its tokens.
         """
         if any(len(item.block_ids) * self.paged.block_size != item.num_tokens for item in items):
             msg = f"a chunk's tokens must fill its blocks of {self.paged.block_size}"
             raise ValueError(msg)
-        if not items:
-            return SaveReport((), 0)
+        outcomes: list[Outcome] = []
+        num_bytes, start = 0, 0
+        while start < len(items):
+            part = items[start : start + self._num_in_part]
+            report = self._save_part(part)
+            outcomes += report.outcomes
+            num_bytes += report.copied_bytes
+            start += len(part)
+        return SaveReport(tuple(outcomes), num_bytes)
+
+    def _save_part(self, items: Sequence[SaveItem]) -> SaveReport:
         with self._stats.stage("put"):
             reserved = self.client.reserve([self._new_chunk(item) for item in items])
         if not reserved.lease_id:
@@ -173,6 +185,10 @@ class Transfer:
             num_tokens = sum(len(run.block_ids) for run in of_layout) * self.paged.block_size
             self._began(copied, _Copy(started_seconds, num_tokens * self.layout.token_bytes))
         return failed | self.stale(items)
+
+    def fetch(self, items: Sequence[LoadItem]) -> None:
+        """Bring the items' chunks here, if the store's memory is not shared. To be called first. Raises Unavailable."""
+        self.client.fetch([item.ref for item in items])
 
     def stale(self, items: Sequence[LoadItem]) -> set[int]:
         """Positions of items whose slot does not hold their chunk any more, as far as its header tells."""

@@ -6,7 +6,11 @@ model, rank, dtype, layout, kind) followed by the 32-byte chained chunk hash (to
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import groupby, islice
 from typing import Final, NewType
 
 import msgspec
@@ -19,6 +23,7 @@ HASH_BYTES: Final = 32
 KEY_BYTES: Final = SPACE_BYTES + HASH_BYTES
 TOKEN_BYTES: Final = 4  # a token id is an unsigned 32-bit little-endian integer wherever it is bytes
 SKETCH_BYTES: Final = 4  # bytes of a sketch for each grain
+OFFSET_BYTES: Final = 8  # bytes of an offset into the pool where many are packed
 GRAIN_TOKENS: Final = 16  # granularity of a chunk's sketch, hence the finest block a hit can end at
 
 
@@ -61,6 +66,82 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
     image_bytes: int
     num_tokens: int
     medium: Medium = Medium.RAM  # where it came from at lookup
+
+
+class RefRun(msgspec.Struct, frozen=True, array_like=True):
+    """What ``count`` chunks in a row have in common."""
+
+    count: int
+    num_tokens: int
+    image_bytes: int
+    medium: Medium
+
+
+class ChunkRefs(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence of ``ChunkRef`` in columns: what the chunks of a prompt have in common is said once.
+
+    A prompt of 128k tokens has 512 chunks: to build, send and read as many structs would cost more than all else of a
+    lookup.
+    """
+
+    keys: bytes = b""  # 48 bytes each; in the answer to a lookup only those that were not asked for
+    offsets: bytes = b""  # 8 bytes each, little-endian
+    runs: tuple[RefRun, ...] = ()
+
+    @classmethod
+    def of(cls, refs: Sequence[ChunkRef]) -> ChunkRefs:
+        """The columns of ``refs``."""
+        grouped = groupby(refs, key=lambda ref: (ref.num_tokens, ref.image_bytes, ref.medium))
+        runs = tuple(RefRun(sum(1 for _ in group), *shared) for shared, group in grouped)
+        return cls(b"".join(ref.key for ref in refs), pack_offsets([ref.offset for ref in refs]), runs)
+
+    def with_asked(self, keys: bytes) -> ChunkRefs:
+        """The same with all keys, of which the leading ones are those that a lookup asked for."""
+        num_asked_bytes = len(self) * KEY_BYTES - len(self.keys)
+        return ChunkRefs(keys[:num_asked_bytes] + self.keys, self.offsets, self.runs)
+
+    def __len__(self) -> int:
+        """How many chunks there are."""
+        return len(self.offsets) // OFFSET_BYTES
+
+    def __iter__(self) -> Iterator[ChunkRef]:
+        """Every chunk, the head first."""
+        offsets = iter(unpack_offsets(self.offsets))
+        at = 0
+        for run in self.runs:
+            for _ in range(run.count):
+                key = self.keys[at : at + KEY_BYTES]
+                yield ChunkRef(key, next(offsets), run.image_bytes, run.num_tokens, run.medium)
+                at += KEY_BYTES
+
+    def __getitem__(self, at: int) -> ChunkRef:
+        """Chunk number ``at``, from 0. Raises IndexError. To see all of them, iterate."""
+        if not 0 <= at < len(self):
+            msg = f"no chunk {at} among {len(self)}"
+            raise IndexError(msg)
+        return next(islice(self, at, None))
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens they hold together."""
+        return sum(run.count * run.num_tokens for run in self.runs)
+
+
+def pack_offsets(offsets: Sequence[int]) -> bytes:
+    """Offsets as 8 little-endian bytes each."""
+    packed = array("Q", offsets)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_offsets(data: bytes) -> Sequence[int]:
+    """What ``pack_offsets`` packed. Raises ValueError if ``data`` is no multiple of 8 bytes."""
+    packed = array("Q")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed
 
 
 class NewChunk(msgspec.Struct, frozen=True, array_like=True):

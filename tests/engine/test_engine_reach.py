@@ -93,7 +93,7 @@ def test_a_store_that_goes_during_a_store(severed, make_tokens, num_requests):
     assert (result.stored_tokens, result.failed_tokens) == (whole, 2 * CHUNK - whole)
 
 
-@pytest.mark.parametrize("num_requests", range(5))
+@pytest.mark.parametrize("num_requests", range(4))
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_a_store_that_goes_during_a_retrieve(severed, make_tokens, num_requests, is_pinned):
     """Cut anywhere, what is marked is right; only what the store has confirmed after the copy is marked."""
@@ -101,17 +101,17 @@ def test_a_store_that_goes_during_a_retrieve(severed, make_tokens, num_requests,
     severed.store(tokens)
     severed.engine.lookup(tokens, pin=is_pinned, lookup_id="a")
     cut_after(severed, num_requests)
-    num_needed = 2 if is_pinned else 3  # poll or (lookup, match), then the poll after the copy
-    assert severed.retrieve(tokens, lookup_id="a") == len(tokens) * (num_requests >= num_needed)
+    # Poll or lookup, which finds the tail too, then the poll after the copy.
+    assert severed.retrieve(tokens, lookup_id="a") == len(tokens) * (num_requests >= 2)
 
 
-@pytest.mark.parametrize("num_requests", range(3))
+@pytest.mark.parametrize("num_requests", range(2))
 def test_a_store_that_goes_during_a_lookup(severed, make_tokens, num_requests):
     """Cut before the answer, nothing is found; cut before the release, the answer stands."""
     tokens = make_tokens(2 * CHUNK + BLOCK)
     severed.store(tokens)
     cut_after(severed, num_requests)
-    assert severed.engine.lookup(tokens) == len(tokens) * (num_requests == 2)
+    assert severed.engine.lookup(tokens) == len(tokens) * (num_requests == 1)
 
 
 def test_a_copy_that_fails_over_a_store_that_is_gone_tells_of_the_copy(cache, make_site, make_tokens, hooked):

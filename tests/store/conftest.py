@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from qkvault.image import read_header, seal, verify_payload
 from qkvault.policies import POLICIES
@@ -16,7 +17,7 @@ from qkvault.pool import Pool
 from qkvault.store.manager import StorageManager
 from qkvault.store.tiering import TierBook
 from qkvault.testing import FakeClock
-from qkvault.testing.store_model import ROOT, chunks_of, tokens_of
+from qkvault.testing.store_model import ROOT, checks_of, chunks_of, keys_of, tokens_of
 from qkvault.tiers.base import JobKind, JobResult
 from qkvault.types import ChunkState, Medium, Outcome
 
@@ -76,10 +77,10 @@ class Desk:
     def lookup(self, prompt, session=1, media=None):
         """Look up whole chunks only."""
         whole = [chunk for chunk in self.chunks(prompt) if chunk.num_tokens == CHUNK_SIZE]
-        keys, checks = [chunk.key for chunk in whole], [chunk.check for chunk in whole]
+        keys, checks = keys_of(whole), checks_of(whole)
         located = self.store.lookup(session, ROOT, keys, checks, self.clock(), search_range=media)
         self.settle()
-        return located
+        return replace(located, ready=located.ready.with_asked(keys))
 
     def find(self, prompt, session=1, media=None):
         """Look up and match, as a client does."""

@@ -19,7 +19,7 @@ from qkvault.testing.transport_contract import (
     reserve,
     save,
 )
-from qkvault.types import Medium
+from qkvault.types import ChunkRefs, Medium
 from qkvault.wire import messages as m
 from qkvault.wire.inproc import InprocTransport
 
@@ -277,7 +277,7 @@ class TestRequests:
             patch.setattr(driver.manager, "poll", lambda *_: 1 / 0)
             reply = driver.call(session, m.Poll(1))
         assert (type(reply), reply.code) == (m.Failed, "internal")
-        assert driver.call(session, m.Poll(1)) == m.Located(0, (), 0)
+        assert driver.call(session, m.Poll(1)) == m.Located(0, ChunkRefs(), 0)
 
     def test_only_open_sessions_are_answered(self, start):
         """What comes after the end of a session would never be given back."""

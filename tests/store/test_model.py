@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from qkvault.image import key_in, read_header, seal, sketch_of, verify_payload
 from qkvault.policies import POLICIES
@@ -18,7 +19,7 @@ from qkvault.pool import Pool
 from qkvault.store.manager import StorageManager
 from qkvault.store.tiering import TierBook
 from qkvault.testing import FakeClock, StoreModel
-from qkvault.testing.store_model import ROOT, chunks_of, tokens_of
+from qkvault.testing.store_model import ROOT, checks_of, chunks_of, keys_of, tokens_of
 from qkvault.tiers.base import Found, JobKind, JobResult
 from qkvault.types import GRAIN_TOKENS, ChunkState, Medium, Outcome
 
@@ -37,6 +38,7 @@ prompts = st.tuples(st.sampled_from([9, 11, 6, 5, 3, *range(1, MAX_GRAINS + 1)])
 sessions = st.integers(1, 3)
 # What happens to the pieces of a job, in order; those after the last one go well.
 reasons = st.sampled_from(["unavailable", "absent", "corrupt", "mute"])
+search_ranges = st.sampled_from([None, None, ("ram",), ("disk",), ("ram", "far")])
 faults = st.one_of(st.just([]), st.tuples(st.integers(0, 2), reasons).map(lambda fault: [""] * fault[0] + [fault[1]]))
 
 
@@ -86,20 +88,23 @@ class StoreMachine(RuleBasedStateMachine):
         tokens = tokens_of(n + 1000 * grain for grain in grains for n in range(GRAIN_TOKENS))
         return chunks_of(tokens, CHUNK_SIZE, version=self.version, token_payload_bytes=40)
 
-    @rule(session=sessions, prompt=prompts, media=st.sampled_from([None, None, ("ram",), ("disk",), ("ram", "far")]))
-    def find(self, session, prompt, media):
+    @rule(session=sessions, prompt=prompts, media=search_ranges, asks_for_tail=st.booleans())
+    def find(self, session, prompt, media, asks_for_tail):
         chunks = self.chunks(prompt)
         query = [chunk for chunk in chunks if chunk.num_tokens == CHUNK_SIZE]
-        keys, checks = [chunk.key for chunk in query], [chunk.check for chunk in query]
-        located = self.store.lookup(session, ROOT, keys, checks, self.clock(), search_range=media)
+        whole_tail = chunks[-1].tokens if asks_for_tail and len(query) < len(chunks) else b""
+        located = self.store.lookup(
+            session, ROOT, keys_of(query), checks_of(query), self.clock(), tail=whole_tail, search_range=media
+        )
+        located = replace(located, ready=located.ready.with_asked(keys_of(query)))
         self.follow()
-        self.model.check_lookup(located, query, self.pool.view)
+        self.model.check_lookup(located, query, self.pool.view, tail=whole_tail)
         if media is None or "ram" in media:
             assert len(located.ready) >= self.model.num_in_ram(query)
         num_found = len(located.ready) + located.num_pending
-        tail = chunks[num_found].tokens if num_found < len(chunks) else b""
+        tail = chunks[num_found].tokens if num_found < len(chunks) else whole_tail
         if located.can_fork and tail:
-            parent = keys[num_found - 1] if num_found else ROOT
+            parent = query[num_found - 1].key if num_found else ROOT
             located = self.store.match(session, located.lease_id, parent, tail, self.clock(), search_range=media)
             self.follow()
             self.model.check_lookup(located, query, self.pool.view, tail=tail)
@@ -132,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.end_all_jobs()
         self.clear(lower_tiers=False)
         before = set(self.reads)
-        self.find(session, prompt, None)
+        self.find(session, prompt, None, asks_for_tail=False)
         while self.jobs:
             self.end_job(0, faults)
             self.follow()

@@ -127,7 +127,7 @@ class TestFailedLoads:
         desk.pool.view(desk.store.index.get(desk.chunks("aa")[0].key).offset, 8192)[:] = b"\xa5" * 8192
         desk.end_jobs(fail={"aa": "unavailable"})
         assert (desk.store.take_events(), desk.jobs) == ([], [])
-        assert desk.poll(located).ready == ()
+        assert len(desk.poll(located).ready) == 0
 
     def test_a_failed_load_may_be_stored_anew_while_it_is_still_leased(self, on_disk):
         """The chunk's next life is that of its writer."""

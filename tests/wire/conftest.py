@@ -14,7 +14,8 @@ from qkvault.testing import DictTier
 from qkvault.testing.transport_contract import WAIT_SECONDS, make_driver
 from qkvault.wire import codec
 from qkvault.wire import messages as m
-from qkvault.wire.sockets import SocketServer, SocketTransport
+from qkvault.wire.server import SocketServer
+from qkvault.wire.sockets import SocketTransport
 
 EPOCH = 7
 
@@ -67,6 +68,19 @@ def raw(server, path):
             return plain
 
         yield make
+
+
+@pytest.fixture
+def welcomed(raw):
+    """Makes plain sockets on which the hello has been said and answered."""
+
+    def make():
+        plain = raw()
+        plain.sendall(codec.encode(m.Hello(m.PROTOCOL_VERSION, "raw"), 1, 0))
+        receive(plain)
+        return plain
+
+    return make
 
 
 def receive(plain):

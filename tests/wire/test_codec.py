@@ -9,15 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkvault.errors import ProtocolError
-from qkvault.types import ChunkRef, Medium, NewChunk, Outcome
+from qkvault.types import ChunkRef, ChunkRefs, Medium, NewChunk, Outcome
 from qkvault.wire import codec
 from qkvault.wire import messages as m
 
 KEY = bytes(range(48))
+INSTANCE = m.Instance("vllm-1", "worker", "model", 1, 2, 4711, "here", "vllm 0.32", (b"description",))
 REQUESTS = [
-    m.Hello(1, "a client"),
-    m.Lookup(KEY, (KEY, KEY), (b"1234", b"5678"), ("ram", "disk")),
-    m.Lookup(KEY, (), ()),
+    m.Hello(1, "a client", "a token"),
+    m.Several((m.Poll(1), m.Match(3, KEY, b"tokens"), m.Lookup(KEY, b"", b""))),
+    m.Download(KEY),
+    m.Ping(),
+    m.Register(INSTANCE),
+    m.Lookup(KEY, KEY + KEY, b"12345678", b"tail", ("ram", "disk")),
+    m.Lookup(KEY, b"", b""),
     m.Match(3, KEY, b"tokens", ("ram",)),
     m.Poll(2**40),
     m.Release((1, 2, 3)),
@@ -31,11 +36,29 @@ REQUESTS = [
     m.Check(),
 ]
 REPLIES = [
-    m.Welcome(1, 1 << 40),
-    m.Located(1, (ChunkRef(KEY, 4096, 8192, 16, Medium.DISK),), 2, can_fork=True, pending_tokens={Medium.DISK: 32}),
+    m.Welcome(1, 1 << 40, ("q",), 256, "sha256", "1.0"),
+    m.Each((m.Located(1, ChunkRefs(), 2),)),
+    m.Data((8192, 0)),
+    m.Located(
+        1,
+        ChunkRefs.of([ChunkRef(KEY, 4096, 8192, 16, Medium.DISK)]),
+        2,
+        can_fork=True,
+        pending_tokens={Medium.DISK: 32},
+    ),
     m.Reserved(0, (Outcome.PRESENT, Outcome.NO_ROOM), (-1, -1)),
     m.Done(7),
-    m.Status((m.TierStatus("ram", 1, 2, 3, is_healthy=True),), 1, 2, 3, False, True, False, {"lookups": 1}),
+    m.Status(
+        (m.TierStatus("ram", 1, 2, 3, is_healthy=True),),
+        1,
+        2,
+        3,
+        False,
+        True,
+        False,
+        {"lookups": 1},
+        (m.InstanceStatus(INSTANCE, 0.5, 1),),
+    ),
     m.Failed("protocol", "why"),
 ]
 
@@ -74,7 +97,7 @@ def test_a_request_is_no_reply():
 def test_a_frame_has_a_limit_in_both_directions():
     """What is longer is neither sent nor waited for."""
     with pytest.raises(ProtocolError, match="at most"):
-        codec.decode_head(codec.HEAD.pack(codec.MAX_BODY_BYTES + 1, 0, 0))
+        codec.decode_head(codec.HEAD.pack(codec.MAX_BODY_BYTES + 1, 0, 0, 0))
     with pytest.raises(ProtocolError, match="at most"):
         codec.encode(m.Match(0, KEY, bytes(codec.MAX_BODY_BYTES)), 0, 0)
 

@@ -6,7 +6,9 @@ from contextlib import closing, contextmanager
 
 from qkvault.testing.transport_contract import TransportContract
 from qkvault.wire.inproc import InprocTransport
-from qkvault.wire.sockets import SocketServer, SocketTransport
+from qkvault.wire.remote import RemoteTransport
+from qkvault.wire.server import SocketServer
+from qkvault.wire.sockets import SocketTransport
 
 
 class TestInprocTransport(TransportContract):
@@ -15,9 +17,16 @@ class TestInprocTransport(TransportContract):
         yield lambda: InprocTransport(driver, driver.pool, driver.wait_change, "test")
 
 
-class TestSocketTransport(TransportContract):
+class TestUnixTransport(TransportContract):
     @contextmanager
     def serve(self, driver, folder):
         address = f"unix://{folder}/s"
         with closing(SocketServer(driver, driver.pool, address, epoch=7)):
             yield lambda: SocketTransport(address, "test", timeout_seconds=20.0)
+
+
+class TestTcpTransport(TransportContract):
+    @contextmanager
+    def serve(self, driver, folder):
+        with closing(SocketServer(driver, driver.pool, "tcp://127.0.0.1:0", epoch=7, token="sesame")) as server:
+            yield lambda: RemoteTransport(server.address, "test", timeout_seconds=20.0, token="sesame")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class Policy(ABC):
@@ -20,6 +20,11 @@ class Policy(ABC):
     @abstractmethod
     def touch(self, key: bytes) -> None:
         """``key`` was used. Unknown keys are ignored."""
+
+    def touch_all(self, keys: Iterable[bytes]) -> None:
+        """``touch`` each of ``keys``, in that order. To be overridden where it can be done faster."""
+        for key in keys:
+            self.touch(key)
 
     @abstractmethod
     def remove(self, key: bytes) -> None:

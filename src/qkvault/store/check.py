@@ -16,10 +16,13 @@ def check_store(store: Core) -> None:
     store.index.check()
     store.tiering.check()
     _check_slots(store)
-    held = Counter(item.entry.key for lease in store.leases.all() for item in lease.items)
+    held = Counter(entry.key for lease in store.leases.all() for entry in lease.entries)
     held.update(store.tiering.pins())
     for entry in store.index:
         _check_entry(entry, held[entry.key])
+    if store.num_doomed != sum(bool(entry.doom) for entry in store.index):
+        msg = f"{store.num_doomed} entries are said to be doomed"
+        raise InvariantError(msg)
     num_ready = sum(entry.state is ChunkState.READY for entry in store.index)
     if len(store.room.policy) != num_ready:
         msg = f"the policy orders {len(store.room.policy)} chunks, {num_ready} are ready"

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
+from itertools import groupby
 from typing import Final
 
-from qkvault.image import tokens_in
+from qkvault.image import sketch_of, tokens_in
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.index import Entry, Index
-from qkvault.store.leases import Lease, LeaseItem, LeaseTable
+from qkvault.store.leases import Lease, LeaseTable, Partial
 from qkvault.store.ledger import Ledger
 from qkvault.store.room import Room
 from qkvault.store.tiering import TierBook, Tiering
-from qkvault.types import GRAIN_TOKENS, TOKEN_BYTES, ChunkRef, ChunkState, Medium
+from qkvault.types import (
+    GRAIN_TOKENS,
+    KEY_BYTES,
+    SKETCH_BYTES,
+    TOKEN_BYTES,
+    ChunkRefs,
+    ChunkState,
+    Medium,
+    RefRun,
+    pack_offsets,
+)
 from qkvault.wire.messages import Located
 
 RAM: Final = Medium.RAM.value  # what RAM is called where tiers are called by name
+_READY: Final = ChunkState.READY  # a member of an enumeration takes ten times as long to look up
 _GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
 
 
@@ -36,6 +48,7 @@ class Core:
         self.ledger = Ledger()
         self.hot_cache = hot_cache
         self.is_frozen = False
+        self.num_doomed = 0  # entries that are to go
         self.quarantine: dict[tuple[int, int], list[int]] = {}  # (session, lease): slots a late writer may still touch
 
     def _is_reachable(self, entry: Entry, search_range: Container[str] | None) -> bool:
@@ -48,76 +61,134 @@ class Core:
             return is_in_tier and not self.is_frozen
         return is_in_tier or search_range is None
 
-    def _pin_all(self, lease: Lease, entries: Sequence[Entry], search_range: Container[str] | None) -> None:
+    def _reachable(self, run: list[Entry], search_range: Container[str] | None) -> list[Entry]:
+        # The leading entries of run that may be promised.
+        if search_range is None or RAM in search_range:
+            doubtful = _not_ready(run) if self.num_doomed == 0 else list(range(len(run)))
+        else:
+            doubtful = list(range(len(run)))
+        return run[: next((at for at in doubtful if not self._is_reachable(run[at], search_range)), len(run))]
+
+    def _alike(self, run: list[Entry], checks: bytes) -> list[Entry]:
+        # The leading entries of run whose tokens have these check sums.
+        here = b"".join([entry.sketch[-SKETCH_BYTES:] for entry in run])
+        if checks.startswith(here):
+            return run
+        starts = range(0, len(here), SKETCH_BYTES)
+        return run[
+            : next(at for at, i in enumerate(starts) if here[i : i + SKETCH_BYTES] != checks[i : i + SKETCH_BYTES])
+        ]
+
+    def _is_taken(self, keys: bytes, at: int, search_range: Container[str] | None) -> bool:
+        # Whether key number at is in use for other tokens, or on another chain.
+        entry = self.index.get(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        return entry is not None and self._is_reachable(entry, search_range)
+
+    def _fork(self, lease: Lease, parent: bytes, tokens: bytes, search_range: Container[str] | None) -> None:
+        # Leases the child of parent that shares most of tokens, if there is one.
+        best = self.index.best_child(parent, sketch_of(tokens))
+        if best is None or not self._is_reachable(best[0], search_range):
+            return
+        entry, grains = best
+        num_before = len(lease.entries)
+        self._pin_all(lease, [entry], search_range)
+        if len(lease.entries) > num_before:
+            num_tokens = min(grains * GRAIN_TOKENS, entry.num_tokens, len(tokens) // TOKEN_BYTES)
+            lease.partial = Partial(num_tokens, tokens[: num_tokens * TOKEN_BYTES])
+
+    def _pin_all(self, lease: Lease, entries: list[Entry], search_range: Container[str] | None) -> None:
         # Pin all before giving slots to any: a prompt's own chunks must not make room for one another.
-        start = len(lease.items)
+        start = len(lease.entries)
         for entry in entries:
             entry.pins += 1
-            medium = Medium.RAM if entry.state is ChunkState.READY else self._source(entry)
-            lease.items.append(LeaseItem(entry, medium, entry.num_tokens))
-        wanted: dict[int, list[Entry]] = {}
-        for at, item in enumerate(lease.items[start:], start):
-            if item.entry.state is not ChunkState.ABSENT:
+        absent = [start + at for at in _not_ready(entries)]
+        lease.entries += entries
+        lease.media += [Medium.RAM] * len(entries)
+        for at in absent:
+            lease.media[at] = self._source(lease.entries[at])
+        wanted: dict[int, list[Entry]] = {}  # by tier
+        for at in absent:
+            entry = lease.entries[at]
+            if entry.state is not ChunkState.ABSENT:
                 continue
-            book = self.tiering.book_of(item.entry, search_range)
-            if book is None or not self.room.give(item.entry, ChunkState.LOADING):
-                self._drop_items(lease, at)
+            book = self.tiering.book_of(entry, search_range)
+            if book is None or not self.room.give(entry, ChunkState.LOADING):
+                self._cut(lease, at)
                 break
-            wanted.setdefault(book.number, []).append(item.entry)
-        for number, absent in wanted.items():
-            self.tiering.load(self.tiering.books[number], absent)
-            self.ledger.counters.chunks_promoted += len(absent)
+            wanted.setdefault(book.number, []).append(entry)
+        for number, entries_of in wanted.items():
+            self.tiering.load(self.tiering.books[number], entries_of)
+            self.ledger.counters.chunks_promoted += len(entries_of)
+
+    def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
+        """The slots of a live write lease, those of ``keys`` or all, in the order they were reserved."""
+        lease = self.leases.get(lease_id, session_id)
+        if lease is None or not lease.is_write:
+            return None
+        named = None if keys is None else frozenset(keys)
+        return [self.room.image(entry) for entry in lease.entries if named is None or entry.key in named]
+
+    def open_download(self, session_id: int, keys: bytes, now: float) -> tuple[int, list[memoryview]]:
+        """Lease those of ``keys`` (48 bytes each) that are READY; an empty view for each of the others."""
+        each = [self.index.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        here = [entry for entry in each if entry is not None and entry.state is ChunkState.READY and not entry.doom]
+        if not here:
+            return 0, [memoryview(b"")] * len(each)
+        lease = self.leases.open(session_id, is_write=False, now=now)
+        self._pin_all(lease, here, None)
+        held = set(here)
+        return lease.lease_id, [self.room.image(entry) if entry in held else memoryview(b"") for entry in each]
 
     def _source(self, entry: Entry) -> Medium:
         book = self.tiering.book_of(entry)
         return book.medium if book is not None else Medium.RAM
 
-    def _located(self, lease: Lease, *, can_fork: bool = False) -> Located:
-        ready: list[ChunkRef] = []
-        is_run = True
-        for at, item in enumerate(lease.items):
-            entry = item.entry
-            if entry.state is ChunkState.READY:
-                if item.wanted is not None and not self._is_what_was_wanted(item, item.wanted):
-                    self._drop_items(lease, at)
-                    break
-                if is_run:
-                    ready.append(ChunkRef(entry.key, entry.offset, entry.image_bytes, item.num_tokens, item.medium))
-            elif entry.state is ChunkState.LOADING:
-                is_run = False
-            else:  # its load failed: nothing after it can be used
-                self._drop_items(lease, at)
-                break
-        pending_tokens: Counter[Medium] = Counter()
-        for item in lease.items[len(ready) :]:
-            pending_tokens[item.medium] += item.num_tokens
-        if not lease.items:
+    def _located(self, lease: Lease, *, can_fork: bool = False, num_asked: int = 0) -> Located:
+        # Without the keys of the first num_asked chunks, which the client has.
+        pending = _not_ready(lease.entries)
+        for at in [at for at in pending if lease.entries[at].state is ChunkState.ABSENT][:1]:
+            self._cut(lease, at)  # its load failed: nothing after it can be used
+        if lease.partial is not None and not self._is_what_was_wanted(lease.entries[-1], lease.partial):
+            self._cut(lease, len(lease.entries) - 1)
+        if not lease.entries:
             self.leases.close(lease)
-            return Located(0, (), 0, can_fork)
-        num_pending = len(lease.items) - len(ready)
-        return Located(lease.lease_id, tuple(ready), num_pending, can_fork, dict(pending_tokens))
+            return Located(0, ChunkRefs(), 0, can_fork)
+        num_ready = min([*pending, len(lease.entries)])
+        pending_tokens: Counter[Medium] = Counter()
+        for at in range(num_ready, len(lease.entries)):
+            pending_tokens[lease.media[at]] += lease.num_tokens_of(at)
+        num_pending = len(lease.entries) - num_ready
+        refs = _refs_of(lease, num_ready, num_asked)
+        return Located(lease.lease_id, refs, num_pending, can_fork, dict(pending_tokens))
 
-    def _is_what_was_wanted(self, item: LeaseItem, wanted: bytes) -> bool:
-        held = tokens_in(self.room.image(item.entry), item.num_tokens)
+    def _is_what_was_wanted(self, entry: Entry, partial: Partial) -> bool:
+        wanted = partial.wanted
+        if wanted is None or entry.state is not ChunkState.READY:
+            return True  # compared already, or as soon as it arrives
+        held = tokens_in(self.room.image(entry), partial.num_tokens)
         num_grains = 0
         for start in range(0, len(wanted), _GRAIN_BYTES):
             if wanted[start : start + _GRAIN_BYTES] != held[start : start + _GRAIN_BYTES]:
                 self.ledger.counters.collisions += 1
                 break
             num_grains += 1
-        item.num_tokens = min(num_grains * GRAIN_TOKENS, item.num_tokens)
-        item.wanted = None
-        return item.num_tokens > 0
+        partial.num_tokens = min(num_grains * GRAIN_TOKENS, partial.num_tokens)
+        partial.wanted = None
+        return partial.num_tokens > 0
 
-    def _drop_items(self, lease: Lease, start: int) -> None:
-        dropped = lease.items[start:]
-        del lease.items[start:]
-        for item in reversed(dropped):  # the tail first: under a recency order it then leaves first
-            item.entry.pins -= 1
-            self.room.policy.touch(item.entry.key)
-            for book in self.tiering.books:
-                book.policy.touch(item.entry.key)
-            self._settle(item.entry)
+    def _cut(self, lease: Lease, start: int) -> None:
+        # Ends the lease on its chunks from number start on: they count as used.
+        dropped = lease.cut(start)
+        dropped.reverse()  # the tail first: under a recency order it then leaves first
+        hot_cache = self.hot_cache
+        keys = [entry.key for entry in dropped]
+        self.room.policy.touch_all(keys)
+        for book in self.tiering.books:
+            book.policy.touch_all(keys)
+        for entry in dropped:
+            entry.pins -= 1
+            if entry.doom or entry.state is not _READY or not hot_cache:
+                self._settle(entry)
 
     def _give_under_parent(self, entry: Entry) -> bool:
         # Pins ``entry``, if it gets a slot. Its parent does not leave for it: a tail without its head is no use.
@@ -148,8 +219,10 @@ class Core:
 
     def _doom(self, entry: Entry, reason: str) -> None:
         if entry.pins:
+            self.num_doomed += not entry.doom
             entry.doom = entry.doom or reason
             return
+        self.num_doomed -= bool(entry.doom)
         entry.doom = ""
         if entry.state is ChunkState.READY:
             self.room.take(entry)
@@ -180,3 +253,26 @@ class Core:
     def _end_quarantine(self, session_id: int, lease_id: int) -> None:
         for offset in self.quarantine.pop((session_id, lease_id), ()):
             self.room.pool.free(offset)
+
+
+def _not_ready(entries: Sequence[Entry]) -> list[int]:
+    states = [entry.state for entry in entries]
+    if states.count(_READY) == len(states):  # nearly always, and a fifth of the time of looking at each
+        return []
+    return [at for at, state in enumerate(states) if state is not _READY]
+
+
+def _refs_of(lease: Lease, count: int, num_asked: int) -> ChunkRefs:
+    # The first count chunks of a lease, which are READY.
+    entries, partial = lease.entries[:count], lease.partial
+    num_whole = count - 1 if partial is not None and count == len(lease.entries) else count
+    shapes, media = [entry.shape for entry in entries[:num_whole]], lease.media
+    if shapes and shapes.count(shapes[0]) == num_whole and media.count(media[0]) == len(media):
+        runs = [RefRun(num_whole, *shapes[0], media[0])]  # all alike, as nearly always
+    else:
+        grouped = groupby(zip(shapes, media, strict=False))
+        runs = [RefRun(sum(1 for _ in group), *shape, medium) for (shape, medium), group in grouped]
+    if num_whole < count and partial is not None:
+        runs.append(RefRun(1, partial.num_tokens, entries[-1].image_bytes, media[num_whole]))
+    keys = b"".join([entry.key for entry in entries[num_asked:]])
+    return ChunkRefs(keys, pack_offsets([entry.offset for entry in entries]), tuple(runs))

@@ -8,21 +8,37 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from qkvault.errors import InvariantError
 from qkvault.logs import get_logger
 from qkvault.pool import Pool
 from qkvault.store.ledger import StoreEvent
 from qkvault.store.manager import StorageManager
+from qkvault.store.sessions import Session, Sessions
 from qkvault.store.status import status_of
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import JobResult, Tier
+from qkvault.types import KEY_BYTES
 from qkvault.wire import messages as m
 
 _TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of tiers is looked at
 _MAX_EARLY: Final = 256  # keys that one lookup asks tiers for while they are scanned: some 20 ms of small reads
 _log = get_logger("store")
+
+
+class Traits(NamedTuple):
+    """What a store tells of itself, and how patient it is with registered instances that fall silent."""
+
+    features: tuple[str, ...] = ()
+    chunk_size: int = 0
+    hash_algorithm: str = ""
+    version: str = ""
+    reap_timeout_seconds: float = 120.0
+    registration_grace_seconds: float = 3600.0
+
+
+_PLAIN: Final = Traits()
 
 
 class StoreDriver:
@@ -35,6 +51,7 @@ class StoreDriver:
         *,
         clock: Callable[[], float] = time.monotonic,
         scan: bool = True,
+        traits: Traits = _PLAIN,
     ) -> None:
         """Start. ``tiers`` are those of the manager's books, in that order; the driver closes them."""
         self.manager = manager
@@ -44,8 +61,11 @@ class StoreDriver:
         self._changed = threading.Condition(self._lock)
         self._wake = threading.Event()
         self._is_closing = False
-        self._sessions: dict[int, str] = {}
-        self._next_session = 1
+        self._traits = traits
+        self._sessions = Sessions(
+            reap_timeout_seconds=traits.reap_timeout_seconds,
+            registration_grace_seconds=traits.registration_grace_seconds,
+        )
         self._num_scanning = 0
         for tier in self.tiers:
             tier.notify(self._wake.set)
@@ -64,15 +84,12 @@ class StoreDriver:
     def open_session(self, client: str) -> int:
         """A new session's id."""
         with self._lock:
-            session_id = self._next_session
-            self._next_session += 1
-            self._sessions[session_id] = client
-        return session_id
+            return self._sessions.open(client, self._clock())
 
     def close_session(self, session_id: int) -> None:
         """The client has gone: its leases end. Unknown ids are ignored."""
         with self._lock:
-            if self._sessions.pop(session_id, None) is not None:
+            if self._sessions.close(session_id):
                 self.manager.end_session(session_id)
                 self._after_change()
 
@@ -81,10 +98,11 @@ class StoreDriver:
         if self._num_scanning and isinstance(request, m.Lookup):
             self._find_early(request.keys)
         with self._lock:
-            if self._is_closing or session_id not in self._sessions:
+            session = self._sessions.hear(session_id, self._clock())
+            if self._is_closing or session is None:
                 return m.Failed("closed", "the session has ended")
             try:
-                reply = self._answer(session_id, request)
+                reply = self._answer(session_id, session, request)
             except InvariantError as error:
                 reply = m.Failed("invariant", str(error))
             except ValueError as error:
@@ -94,6 +112,27 @@ class StoreDriver:
                 reply = m.Failed("internal", f"{type(error).__name__}: {error}")
             self._after_change()
         return reply
+
+    def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
+        """The slots that a live write lease of the session may fill, those of ``keys`` or all; None if there is none.
+
+        They stay the session's until it ends, also when the lease runs out meanwhile.
+        """
+        with self._lock:
+            return self.manager.slots_of(session_id, lease_id, keys)
+
+    def open_download(self, session_id: int, keys: bytes) -> tuple[int, list[memoryview]]:
+        """Lease what is in RAM of ``keys``. Returns the lease, and the images: an empty view for one that is not."""
+        with self._lock:
+            return self.manager.open_download(session_id, keys, self._clock())
+
+    def close_download(self, session_id: int, lease_id: int) -> m.AnyReply:
+        """End that lease. ``Done`` if it has lived until now, else ``Failed``: other bytes may have been sent."""
+        with self._lock:
+            is_live = not lease_id or self.manager.leases.get(lease_id, session_id) is not None
+            self.manager.release(session_id, lease_id)
+            self._after_change()
+        return m.Done() if is_live else m.Failed("expired", "the lease ran out before all was sent")
 
     def wait_change(self, timeout_seconds: float) -> None:
         """Sleep until a tier job ends, or ``timeout_seconds``. One that ended just before the call is not seen."""
@@ -170,6 +209,8 @@ class StoreDriver:
     def _step(self) -> None:
         with self._changed:
             self.manager.expire(self._clock())
+            for instance in self._sessions.reap(self._clock()):
+                _log.warning("instance_silent", instance=instance.instance_id, role=instance.role, pid=instance.pid)
             for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
                 try:
                     book.is_healthy = tier.is_healthy
@@ -191,10 +232,11 @@ class StoreDriver:
                 self._num_scanning -= 1
                 self._changed.notify_all()
 
-    def _find_early(self, keys: Sequence[bytes]) -> None:
+    def _find_early(self, keys: bytes) -> None:
         # What a scan has not come to yet: ask the tiers for the first keys that are not known.
+        each = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         with self._lock:
-            unknown = [key for key in keys if (entry := self.manager.index.get(key)) is None or not entry.is_somewhere]
+            unknown = [key for key in each if (entry := self.manager.index.get(key)) is None or not entry.is_somewhere]
         for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
             try:
                 found = tier.find(unknown[:_MAX_EARLY]) if unknown else []
@@ -213,15 +255,18 @@ class StoreDriver:
                 self.manager.adopt(book, batch)
                 self._after_change()
 
-    def _answer(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
+    def _answer(self, session_id: int, session: Session, request: m.AnyRequest) -> m.AnyReply:
         manager, now = self.manager, self._clock()
         match request:
-            case m.Lookup(root=root, keys=keys, checks=checks):
-                return manager.lookup(session_id, root, keys, checks, now, search_range=request.search_range)
+            case m.Lookup(root=root, keys=keys, checks=checks, tail=tail):
+                return manager.lookup(session_id, root, keys, checks, now, tail=tail, search_range=request.search_range)
             case m.Match(lease_id=lease_id, parent=parent, tokens=tokens):
                 return manager.match(session_id, lease_id, parent, tokens, now, search_range=request.search_range)
             case m.Poll(lease_id=lease_id):
                 return manager.poll(session_id, lease_id, now)
+            case m.Several(requests=requests):
+                replies = [self._answer(session_id, session, each) for each in requests]
+                return m.Each(tuple(reply for reply in replies if isinstance(reply, m.Located)))
             case m.Release(lease_ids=lease_ids):
                 for lease_id in lease_ids:
                     manager.release(session_id, lease_id)
@@ -234,14 +279,18 @@ class StoreDriver:
                 manager.abort(session_id, lease_id)
                 return m.Done()
             case _:
-                return self._administer(request)
+                return self._administer(session, request)
 
-    def _administer(self, request: m.Hello | m.Clear | m.Check | m.Switch | m.GetStatus) -> m.AnyReply:
+    def _administer(self, session: Session, request: m.AnyRequest) -> m.AnyReply:
         match request:
             case m.Hello(protocol_version=version):
-                if version != m.PROTOCOL_VERSION:
-                    return m.Failed("protocol", f"this store speaks protocol {m.PROTOCOL_VERSION}")
-                return m.Welcome(m.PROTOCOL_VERSION, self.pool.capacity_bytes)
+                return self._welcome(version)
+            case m.Ping():
+                session.has_pinged = True
+                return m.Done(session.instance is not None)
+            case m.Register(instance=instance):
+                session.instance = instance
+                return m.Done()
             case m.Clear(lower_tiers=lower_tiers):
                 return m.Done(self.manager.clear(lower_tiers=lower_tiers))
             case m.Check():
@@ -249,6 +298,21 @@ class StoreDriver:
                 return m.Done()
             case m.Switch() | m.GetStatus():
                 return self._switch(request)
+            case _:
+                return m.Failed("protocol", f"{type(request).__name__} is for connections")
+
+    def _welcome(self, version: int) -> m.AnyReply:
+        if version != m.PROTOCOL_VERSION:
+            return m.Failed("protocol", f"this store speaks protocol {m.PROTOCOL_VERSION}, not {version}")
+        traits = self._traits
+        return m.Welcome(
+            m.PROTOCOL_VERSION,
+            self.pool.capacity_bytes,
+            traits.features,
+            traits.chunk_size,
+            traits.hash_algorithm,
+            traits.version,
+        )
 
     def _switch(self, request: m.Switch | m.GetStatus) -> m.Status:
         if isinstance(request, m.Switch):
@@ -256,4 +320,10 @@ class StoreDriver:
                 self.manager.is_frozen = request.frozen
             if request.hot_cache is not None:
                 self.manager.set_hot_cache(enabled=request.hot_cache)
-        return status_of(self.manager, num_sessions=len(self._sessions), is_scanning=self._num_scanning > 0)
+        leases = self.manager.leases
+        return status_of(
+            self.manager,
+            num_sessions=len(self._sessions),
+            is_scanning=self._num_scanning > 0,
+            instances=self._sessions.instances(self._clock(), lambda session_id: len(leases.of_session(session_id))),
+        )

@@ -8,11 +8,11 @@ neighbour of the place where the prompt would stand.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from qkvault.errors import InvariantError
-from qkvault.types import SKETCH_BYTES, ChunkState
+from qkvault.types import KEY_BYTES, SKETCH_BYTES, ChunkState
 
 NOWHERE: Final = -1  # offset of an entry without a slot
 _NEIGHBOURS: Final = 8  # how far from its place a usable child is looked for, each way
@@ -21,25 +21,68 @@ _NEIGHBOURS: Final = 8  # how far from its place a usable child is looked for, e
 class Entry:
     """One chunk. Only ``Index`` changes ``parent`` and ``children``; only the store changes the rest."""
 
-    __slots__ = (
-        "children", "doom", "image_bytes", "key", "num_tokens", "offset", "parent", "pins", "sketch", "state",
-        "storing", "tiers",
-    )  # fmt: skip
+    # Ten pointers: there may be a million of these. A chain's chunk has one child, so a list is made for the second.
+    __slots__ = ("_children", "doom", "key", "offset", "parent", "pins", "shape", "sketch", "state", "tiers")
 
     def __init__(self, key: bytes) -> None:
         """A placeholder: nowhere, without a parent or tokens."""
         self.key = key
         self.parent: Entry | None = None
-        self.children: list[Entry] = []  # sorted by sketch
+        self._children: Entry | list[Entry] | None = None  # sorted by sketch
         self.sketch = b""
-        self.num_tokens = 0
-        self.image_bytes = 0
+        self.shape = (0, 0)  # tokens, and bytes of the image; one tuple for all chunks that agree in both
         self.state = ChunkState.ABSENT
         self.offset = NOWHERE
         self.pins = 0  # leases and tier jobs that need the slot
         self.tiers = 0  # bit i: tier i has it
-        self.storing = 0  # bit i: a job is writing it to tier i
         self.doom = ""  # why it is to go as soon as nobody needs it; empty: it stays
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it holds."""
+        return self.shape[0]
+
+    @property
+    def image_bytes(self) -> int:
+        """Size of its image."""
+        return self.shape[1]
+
+    @property
+    def children(self) -> Sequence[Entry]:
+        """The chunks that hang on it, sorted by sketch."""
+        children = self._children
+        if children is None:
+            return ()
+        return children if isinstance(children, list) else (children,)
+
+    @property
+    def has_children(self) -> bool:
+        """Whether any chunk hangs on it."""
+        return self._children is not None
+
+    def adopt(self, child: Entry) -> None:
+        """Take ``child`` among the children."""
+        children = self._children
+        if children is None:
+            self._children = child
+        elif isinstance(children, list):
+            children.insert(bisect.bisect_left(children, child.sketch, key=_sketch), child)
+        else:
+            self._children = sorted((child, children), key=_sketch)
+        child.parent = self
+
+    def disown(self, child: Entry) -> None:
+        """Let go of ``child``, which is among the children."""
+        children = self._children
+        if isinstance(children, list):
+            at = bisect.bisect_left(children, child.sketch, key=_sketch)
+            while children[at] is not child:  # siblings with equal sketches: crc collisions, so hardly ever
+                at += 1
+            del children[at]
+            self._children = children[0] if len(children) == 1 else children
+        else:
+            self._children = None
+        child.parent = None
 
     @property
     def is_somewhere(self) -> bool:
@@ -71,6 +114,7 @@ class Index:
     def __init__(self) -> None:
         """Start empty."""
         self._entries: dict[bytes, Entry] = {}
+        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}  # as many as there are sizes of chunks
 
     def __len__(self) -> int:
         """How many entries there are, placeholders included."""
@@ -83,6 +127,46 @@ class Index:
     def get(self, key: bytes) -> Entry | None:
         """The entry of ``key``, if there is one."""
         return self._entries.get(key)
+
+    def run(self, root_key: bytes, keys: bytes) -> list[Entry]:
+        """The entries of the leading ``keys`` (48 bytes each) that are a chain hanging on ``root_key``.
+
+        A chunk's parent is an entry if the chunk is: the last one that is known is searched for by halves, and those
+        before it are its ancestors. Their keys are not compared: a chunk's key is made of its parent's.
+        """
+        root = self._entries.get(root_key)
+        if root is None:
+            return []
+        last, num_known, first_unknown = None, 0, len(keys) // KEY_BYTES
+        middle = first_unknown - 1  # most prompts are known to the end, or not at all
+        while num_known < first_unknown:
+            entry = self._entries.get(keys[middle * KEY_BYTES : (middle + 1) * KEY_BYTES])
+            if entry is None:
+                first_unknown = middle
+            else:
+                last, num_known = entry, middle + 1
+            middle = (num_known + first_unknown) // 2
+        run: list[Entry] = []
+        node = last
+        for _ in range(num_known):
+            if node is None or node is root:
+                break
+            run.append(node)
+            node = node.parent
+        if num_known and (node is not root or len(run) < num_known):  # no chain: chunks of others are on the way
+            return self._run_by_steps(root, keys)
+        run.reverse()
+        return run
+
+    def _run_by_steps(self, parent: Entry, keys: bytes) -> list[Entry]:
+        run: list[Entry] = []
+        for at in range(0, len(keys), KEY_BYTES):
+            entry = self._entries.get(keys[at : at + KEY_BYTES])
+            if entry is None or entry.parent is None or entry.parent is not parent:
+                break
+            run.append(entry)
+            parent = entry
+        return run
 
     def accepts(self, key: bytes, parent_key: bytes, sketch: bytes, num_tokens: int) -> bool:
         """Whether such a chunk can be added: ``key`` is not that of other tokens, and not its own ancestor's."""
@@ -108,12 +192,10 @@ class Index:
             parent = self._entries.get(parent_key)
             if parent is None:
                 parent = self._entries[parent_key] = Entry(parent_key)
-            entry.parent = parent
             entry.sketch = sketch
-            at = bisect.bisect_left(parent.children, sketch, key=_sketch)
-            parent.children.insert(at, entry)
-        entry.num_tokens = num_tokens
-        entry.image_bytes = image_bytes
+            parent.adopt(entry)
+        shape = (num_tokens, image_bytes)
+        entry.shape = self._shapes.setdefault(shape, shape)
         return entry
 
     def prune(self, entry: Entry) -> None:
@@ -124,8 +206,7 @@ class Index:
                 return
             parent = node.parent
             if parent is not None:
-                del parent.children[self._place(parent, node)]
-                node.parent = None
+                parent.disown(node)
             node = parent
 
     def best_child(self, parent_key: bytes, sketch: bytes) -> tuple[Entry, int] | None:
@@ -152,8 +233,9 @@ class Index:
         parent = self._entries.get(parent_key)
         if parent is None:
             return None
-        at = bisect.bisect_left(parent.children, sketch, key=_sketch)
-        for child in parent.children[at : at + _NEIGHBOURS]:
+        children = parent.children
+        at = bisect.bisect_left(children, sketch, key=_sketch)
+        for child in children[at : at + _NEIGHBOURS]:
             if not child.sketch.startswith(sketch):
                 return None
             if child.is_somewhere and not child.doom:
@@ -162,15 +244,15 @@ class Index:
 
     def covered_siblings(self, entry: Entry) -> list[Entry]:
         """Siblings whose tokens are a strict prefix of ``entry``'s: shorter versions of the same tail."""
-        parent = entry.parent
-        if parent is None or len(parent.children) == 1:
+        children = entry.parent.children if entry.parent is not None else ()
+        if len(children) == 1:
             return []
         found = []
         for end in range(SKETCH_BYTES, len(entry.sketch), SKETCH_BYTES):
             prefix = entry.sketch[:end]
-            at = bisect.bisect_left(parent.children, prefix, key=_sketch)
-            while at < len(parent.children) and parent.children[at].sketch == prefix:
-                found.append(parent.children[at])
+            at = bisect.bisect_left(children, prefix, key=_sketch)
+            while at < len(children) and children[at].sketch == prefix:
+                found.append(children[at])
                 at += 1
         return found
 
@@ -189,13 +271,6 @@ class Index:
         if num_children != sum(entry.parent is not None for entry in self._entries.values()):
             msg = "index: an entry is not among its parent's children"
             raise InvariantError(msg)
-
-    @staticmethod
-    def _place(parent: Entry, child: Entry) -> int:
-        at = bisect.bisect_left(parent.children, child.sketch, key=_sketch)
-        while parent.children[at] is not child:  # siblings with equal sketches: crc collisions, so hardly ever
-            at += 1
-        return at
 
 
 def _sketch(entry: Entry) -> bytes:

@@ -9,13 +9,11 @@ from qkvault.types import Medium
 
 
 @dataclass(slots=True)
-class LeaseItem:
-    """One chunk under a lease. ``wanted`` are the tokens (bytes) that a partial match has still to be compared with."""
+class Partial:
+    """How the last chunk of a lease is held: its first ``num_tokens`` tokens, once they are those that were wanted."""
 
-    entry: Entry
-    medium: Medium  # where it was when it was looked up
-    num_tokens: int  # how many of the chunk's leading tokens the holder may use
-    wanted: bytes | None = None
+    num_tokens: int
+    wanted: bytes | None  # tokens (bytes) that its own have still to be compared with
 
 
 @dataclass(slots=True)
@@ -26,14 +24,30 @@ class Lease:
     session_id: int
     is_write: bool
     deadline: float  # on the clock that ``now`` is of
-    items: list[LeaseItem] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    media: list[Medium] = field(default_factory=list)  # of a read lease: where each was when it was looked up
+    partial: Partial | None = None  # None: the last chunk is held whole
+
+    def num_tokens_of(self, at: int) -> int:
+        """How many of the leading tokens of chunk ``at`` the holder may use."""
+        if self.partial is not None and at == len(self.entries) - 1:
+            return self.partial.num_tokens
+        return self.entries[at].num_tokens
 
     def ends_with(self, key: bytes) -> bool:
         """Whether its last chunk is ``key``, held whole."""
-        last = self.items[-1] if self.items else None
-        if last is None or last.entry.key != key:
+        if not self.entries or self.entries[-1].key != key:
             return False
-        return last.wanted is None and last.num_tokens == last.entry.num_tokens
+        last = self.partial
+        return last is None or (last.wanted is None and last.num_tokens == self.entries[-1].num_tokens)
+
+    def cut(self, start: int) -> list[Entry]:
+        """Let go of what is held from chunk ``start`` on. Returns it; its pins are the caller's business."""
+        dropped = self.entries[start:]
+        del self.entries[start:], self.media[start:]
+        if dropped:
+            self.partial = None
+        return dropped
 
 
 class LeaseTable:
@@ -68,7 +82,7 @@ class LeaseTable:
         lease.deadline = now + self.lease_seconds
 
     def close(self, lease: Lease) -> None:
-        """Forget ``lease``. Its items are the caller's business."""
+        """Forget ``lease``. What it held is the caller's business."""
         del self._leases[lease.lease_id]
         of_session = self._sessions[lease.session_id]
         of_session.discard(lease.lease_id)

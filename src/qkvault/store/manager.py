@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from qkvault.image import PREFIX_BYTES, key_in, sketch_of
+from qkvault.image import PREFIX_BYTES, key_in
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
 from qkvault.store.core import RAM, Core
-from qkvault.store.index import NOWHERE, Entry
-from qkvault.store.leases import Lease, LeaseItem
+from qkvault.store.index import NOWHERE
+from qkvault.store.leases import Lease
 from qkvault.store.ledger import StoreEvent
 from qkvault.store.tiering import CORRUPT, TierBook
 from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
@@ -30,6 +30,7 @@ from qkvault.types import (
     KEY_BYTES,
     SKETCH_BYTES,
     TOKEN_BYTES,
+    ChunkRefs,
     ChunkState,
     Medium,
     NewChunk,
@@ -57,37 +58,38 @@ class StorageManager(Core):
         self,
         session_id: int,
         root: bytes,
-        keys: Sequence[bytes],
-        checks: Sequence[bytes],
+        keys: bytes,
+        checks: bytes,
         now: float,
         *,
+        tail: bytes = b"",
         search_range: Container[str] | None = None,
     ) -> Located:
-        """Lease the longest contiguous run of chunks from ``keys[0]`` and start promoting what is not in RAM (row 20).
+        """Lease the longest contiguous run of chunks from the first key, and start promoting what is not in RAM.
 
-        ``root`` is the key that ``keys[0]`` hangs on. ``checks[i]`` is ``image.check_of`` the tokens of chunk i: a
-        chunk with other tokens is a miss. ``search_range`` names the media that may be asked (row 22): ``ram`` and
-        the tiers' names; None is all.
+        (Row 20.) ``keys`` are 48 bytes each, the first hangs on ``root``; ``checks`` (4 bytes each) are
+        ``image.check_of`` the tokens of each chunk: one with other tokens is a miss. When all are found, the run goes
+        on as by ``match`` with ``tail``. The answer leaves out the keys that were asked for. ``search_range`` names the
+        media that may be asked (row 22): ``ram`` and the tiers' names; None is all.
         """
         counters = self.ledger.counters
         counters.lookups += 1
-        counters.chunks_asked += len(keys)
-        found: list[Entry] = []
-        parent = self.index.get(root)
-        for key, check in zip(keys, checks, strict=False):
-            entry = self.index.get(key)
-            if entry is None or not self._is_reachable(entry, search_range):
-                break
-            if entry.parent is not parent or entry.sketch[-SKETCH_BYTES:] != check:
-                counters.collisions += 1
-                break
-            found.append(entry)
-            parent = entry
+        num_asked = min(len(keys) // KEY_BYTES, len(checks) // SKETCH_BYTES)
+        counters.chunks_asked += num_asked
+        run = self.index.run(root, keys[: num_asked * KEY_BYTES])
+        alike = self._alike(run, checks)
+        found = self._reachable(alike, search_range)
+        if len(found) == len(alike) < num_asked and self._is_taken(keys, len(alike), search_range):
+            counters.collisions += 1
         lease = self.leases.open(session_id, is_write=False, now=now)
         self._pin_all(lease, found, search_range)
-        counters.chunks_found += len(lease.items)
-        last = self.index.get(keys[len(lease.items) - 1] if lease.items else root)
-        return self._located(lease, can_fork=last is not None and bool(last.children))
+        counters.chunks_found += len(lease.entries)
+        last = lease.entries[-1] if lease.entries else self.index.get(root)
+        can_fork = last is not None and last.has_children
+        if can_fork and last is not None and tail and len(lease.entries) == num_asked:
+            self._fork(lease, last.key, tail, search_range)
+            can_fork = False
+        return self._located(lease, can_fork=can_fork, num_asked=len(found))
 
     def match(
         self,
@@ -108,28 +110,20 @@ class StorageManager(Core):
         if lease_id:
             lease = self.leases.get(lease_id, session_id)
             if lease is None or lease.is_write:
-                return Located(0, (), 0)
+                return Located(0, ChunkRefs(), 0)
             self.leases.renew(lease, now)
             if not lease.ends_with(parent):
                 return self._located(lease)
         else:
             lease = self.leases.open(session_id, is_write=False, now=now)
-        best = self.index.best_child(parent, sketch_of(tokens))
-        if best is not None and self._is_reachable(best[0], search_range):
-            entry, grains = best
-            num_items = len(lease.items)
-            self._pin_all(lease, [entry], search_range)
-            if len(lease.items) > num_items:
-                item = lease.items[-1]
-                item.num_tokens = min(grains * GRAIN_TOKENS, entry.num_tokens, len(tokens) // TOKEN_BYTES)
-                item.wanted = tokens[: item.num_tokens * TOKEN_BYTES]
+        self._fork(lease, parent, tokens, search_range)
         return self._located(lease)
 
     def poll(self, session_id: int, lease_id: int, now: float) -> Located:
         """How far the chunks of a read lease have come; renews it. Chunks after one that failed to load are let go."""
         lease = self.leases.get(lease_id, session_id)
         if lease is None or lease.is_write:
-            return Located(0, (), 0)
+            return Located(0, ChunkRefs(), 0)
         self.leases.renew(lease, now)
         return self._located(lease)
 
@@ -137,7 +131,7 @@ class StorageManager(Core):
         """Give up a read lease: its chunks count as used, the tail first, and may be evicted again."""
         lease = self.leases.get(lease_id, session_id)
         if lease is not None and not lease.is_write:
-            self._drop_items(lease, 0)
+            self._cut(lease, 0)
             self.leases.close(lease)
 
     def reserve(self, session_id: int, chunks: Sequence[NewChunk], now: float) -> Reserved:
@@ -165,10 +159,10 @@ class StorageManager(Core):
             if outcome is Outcome.COLLISION:
                 collided.add(chunk.key)
             outcomes.append(outcome)
-            offsets.append(lease.items[-1].entry.offset if outcome is Outcome.RESERVED else NOWHERE)
+            offsets.append(lease.entries[-1].offset if outcome is Outcome.RESERVED else NOWHERE)
         self.ledger.count_outcomes(outcomes)
         lease_id = lease.lease_id
-        if not lease.items:
+        if not lease.entries:
             self.leases.close(lease)
             lease_id = 0
         return Reserved(lease_id, tuple(outcomes), tuple(offsets))
@@ -189,7 +183,7 @@ class StorageManager(Core):
         if not self._give_under_parent(entry):
             self.index.prune(entry)
             return Outcome.NO_ROOM
-        lease.items.append(LeaseItem(entry, Medium.RAM, chunk.num_tokens))
+        lease.entries.append(entry)
         return Outcome.RESERVED
 
     def commit(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None = None) -> int:
@@ -205,8 +199,7 @@ class StorageManager(Core):
         named = None if keys is None else frozenset(keys)
         self.leases.close(lease)
         published = []
-        for item in lease.items:
-            entry = item.entry
+        for entry in lease.entries:
             is_named = named is None or entry.key in named
             if entry.doom or not is_named or key_in(self.room.image(entry)) != entry.key:
                 self._abort_entry(entry)
@@ -230,8 +223,8 @@ class StorageManager(Core):
             self._end_quarantine(session_id, lease_id)
             return
         self.leases.close(lease)
-        for item in lease.items:
-            self._abort_entry(item.entry)
+        for entry in lease.entries:
+            self._abort_entry(entry)
 
     def end_session(self, session_id: int) -> None:
         """The client is gone: abort its writes, release its reads, give back slots kept from its late copies."""
@@ -256,9 +249,9 @@ class StorageManager(Core):
                 continue
             self.leases.close(lease)
             slots = self.quarantine.setdefault((lease.session_id, lease.lease_id), [])
-            for item in lease.items:
-                slots.append(item.entry.offset)
-                self._abort_entry(item.entry, keep_slot=True)
+            for entry in lease.entries:
+                slots.append(entry.offset)
+                self._abort_entry(entry, keep_slot=True)
 
     def on_job_done(self, result: JobResult) -> None:
         """A tier finished a job."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from qkvault.store.core import RAM, Core
 from qkvault.store.ledger import Counters
 from qkvault.types import Medium, Outcome
-from qkvault.wire.messages import Status, TierStatus
+from qkvault.wire.messages import InstanceStatus, Status, TierStatus
 
 
-def status_of(store: Core, *, num_sessions: int, is_scanning: bool) -> Status:
+def status_of(
+    store: Core, *, num_sessions: int, is_scanning: bool, instances: tuple[InstanceStatus, ...] = ()
+) -> Status:
     """What is where, how full it is, and what happened so far."""
     pool = store.room.pool
     media = [TierStatus(RAM, pool.capacity_bytes, pool.used_bytes, len(store.room.policy), is_healthy=True)]
@@ -25,6 +27,7 @@ def status_of(store: Core, *, num_sessions: int, is_scanning: bool) -> Status:
         hot_cache=store.hot_cache,
         is_scanning=is_scanning,
         counters=flat_counters(store.ledger.counters),
+        instances=instances,
     )
 
 

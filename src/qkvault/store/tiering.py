@@ -20,6 +20,7 @@ from qkvault.types import ChunkState, Medium
 UNAVAILABLE: Final = "unavailable"
 CORRUPT: Final = "corrupt"
 EVICTED: Final = "evicted"
+_LOAD_BYTES: Final = 8 << 20  # of images in a job, at least: what keeps a disk busy for some milliseconds
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class TierBook:
     used_bytes: int = 0  # stored and being stored
     is_healthy: bool = True
     is_void: bool = False  # what a scan still finds was cleared, and is to go
+    storing: set[bytes] = field(default_factory=set)  # being written to it
     deleting: dict[bytes, bool] = field(default_factory=dict)  # being removed -> whether to store it again afterwards
     to_delete: list[bytes] = field(default_factory=list)  # those of ``deleting`` that no job has yet
 
@@ -45,7 +47,7 @@ class TierBook:
 
     def holds(self, entry: Entry) -> bool:
         """Whether it has ``entry``, or is being given it."""
-        return (entry.tiers | entry.storing) & self.bit != 0
+        return entry.tiers & self.bit != 0 or entry.key in self.storing
 
 
 @dataclass(slots=True)
@@ -109,10 +111,19 @@ class Tiering:
             self._store_to(book, [entry for entry in lacking if entry.key not in book.deleting])
 
     def load(self, book: TierBook, entries: list[Entry]) -> None:
-        """Fill the slots of ``entries`` (LOADING) from ``book``. Pins their slots."""
+        """Fill the slots of ``entries`` (LOADING) from ``book``, in jobs of some MB. Pins their slots.
+
+        A job's result comes when all of it is there: what comes first can be copied while the rest is on its way.
+        """
+        book.policy.touch_all([entry.key for entry in entries])
+        batch: list[Entry] = []
         for entry in entries:
-            book.policy.touch(entry.key)
-        self._submit(book, JobKind.LOAD, entries)
+            batch.append(entry)
+            if sum(each.image_bytes for each in batch) >= _LOAD_BYTES:
+                self._submit(book, JobKind.LOAD, batch)
+                batch = []
+        if batch:
+            self._submit(book, JobKind.LOAD, batch)
 
     def delete(self, entry: Entry, reason: str) -> None:
         """Remove ``entry`` from every tier that has it. It counts as gone at once; the file goes with the job."""
@@ -201,7 +212,7 @@ class Tiering:
             if not self._make_room(book, entry.image_bytes, entry.parent):
                 break  # nothing else can leave: the rest of the chain stays in RAM only
             book.used_bytes += book.stored_bytes(entry.image_bytes)
-            entry.storing |= book.bit
+            book.storing.add(entry.key)
             stored.append(entry)
         if stored:
             evicted = tuple(book.to_delete[num_dropped:])
@@ -218,7 +229,7 @@ class Tiering:
             self._index,
             excess_bytes,
             is_here=book.holds,
-            is_held=lambda e: e is parent or e.state is ChunkState.LOADING or bool(e.storing & book.bit),
+            is_held=lambda e: e is parent or e.state is ChunkState.LOADING or e.key in book.storing,
             cost=lambda entry: book.stored_bytes(entry.image_bytes),
         )
         if sum(book.stored_bytes(victim.image_bytes) for victim in victims) < excess_bytes:
@@ -235,7 +246,7 @@ class Tiering:
     def _unpin(self, pending: _Pending, entry: Entry) -> None:
         entry.pins -= 1
         if pending.kind is JobKind.STORE:
-            entry.storing &= ~pending.book.bit
+            pending.book.storing.discard(entry.key)
 
     def _submit(
         self,

@@ -84,6 +84,16 @@ def chunks_of(
     return chunks
 
 
+def keys_of(chunks: Iterable[ModelChunk]) -> bytes:
+    """Their keys, as a lookup asks for them."""
+    return b"".join(chunk.key for chunk in chunks)
+
+
+def checks_of(chunks: Iterable[ModelChunk]) -> bytes:
+    """What a lookup sends along with the keys."""
+    return b"".join(chunk.check for chunk in chunks)
+
+
 class StoreModel:
     """Judges a store. Every ``check`` raises AssertionError with what is wrong."""
 

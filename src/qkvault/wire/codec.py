@@ -1,7 +1,8 @@
 """Frames: how messages become bytes on a stream.
 
-A frame is 16 bytes of head (body length, sequence number, epoch) and a msgpack body. The epoch names one life of a
-store: a client that sees another epoch in a reply knows that the store was restarted.
+A frame is 24 bytes of head (body length, sequence number, epoch, data length), a msgpack body, and data: chunks as they
+lie in slots, for a client that cannot map the pool. The epoch names one life of a store: a client that sees another
+epoch in a reply knows that the store was restarted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from qkvault.errors import ProtocolError
 from qkvault.wire.messages import AnyReply, AnyRequest
 
-HEAD: Final = struct.Struct("<IIQ")
+HEAD: Final = struct.Struct("<IIQQ")
 MAX_BODY_BYTES: Final = 64 << 20  # a lookup of a million chunks takes 52 MB
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -28,15 +29,16 @@ class Head(NamedTuple):
     body_bytes: int
     sequence: int
     epoch: int
+    data_bytes: int
 
 
-def encode(message: AnyRequest | AnyReply, sequence: int, epoch: int) -> bytes:
-    """One whole frame. Raises ProtocolError if the message is longer than a frame may be."""
+def encode(message: AnyRequest | AnyReply, sequence: int, epoch: int, data_bytes: int = 0) -> bytes:
+    """One whole frame but for its data, which is to follow. Raises ProtocolError if the message is too long."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_BODY_BYTES:
         msg = f"a message of {len(body)} bytes: at most {MAX_BODY_BYTES} are allowed"
         raise ProtocolError(msg)
-    return HEAD.pack(len(body), sequence, epoch) + body
+    return HEAD.pack(len(body), sequence, epoch, data_bytes) + body
 
 
 def decode_head(data: bytes | bytearray | memoryview) -> Head:

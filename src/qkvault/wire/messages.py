@@ -9,9 +9,31 @@ from typing import Final
 
 import msgspec
 
-from qkvault.types import ChunkRef, Medium, NewChunk, Outcome
+from qkvault.types import ChunkRefs, Medium, NewChunk, Outcome
 
 PROTOCOL_VERSION: Final = 1
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """One process of an engine, as it registers itself."""
+
+    instance_id: str  # of the engine; its processes differ in role and worker_id
+    role: str  # "scheduler" or "worker"
+    model_name: str
+    worker_id: int = 0
+    world_size: int = 1
+    pid: int = 0
+    host: str = ""
+    engine: str = ""  # name and version
+    spaces: tuple[bytes, ...] = ()  # descriptions of what it stores: space and layout, as in a chunk's header
+
+
+class InstanceStatus(msgspec.Struct, frozen=True):
+    """A registered instance, and when it was heard of last. ``num_leases`` are those of its session."""
+
+    instance: Instance
+    seconds_since_heard: float
+    num_leases: int
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):
@@ -23,18 +45,27 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Request, frozen=True):
-    """The first message of a session. Answer: ``Welcome``."""
+    """The first message of a session. Answer: ``Welcome``.
+
+    To another version, a wrong token or another first message the answer is ``Failed``, and the connection ends.
+    """
 
     protocol_version: int
     client: str  # a name for logs and status
+    token: str = ""  # where the server asks for one
 
 
 class Lookup(Request, frozen=True):
-    """Lease the longest run of chunks from ``keys[0]``, whose parent is ``root``. Answer: ``Located``."""
+    """Lease the longest run of chunks from the first of ``keys``, whose parent is ``root``. Answer: ``Located``.
+
+    When all are found, the run goes on with the chunk that shares most of ``tail``, as by ``Match``. Of what is found
+    the answer gives no keys that were asked for.
+    """
 
     root: bytes
-    keys: tuple[bytes, ...]
-    checks: tuple[bytes, ...]  # image.check_of the tokens of each chunk
+    keys: bytes  # 48 bytes each
+    checks: bytes  # image.check_of the tokens of each chunk: 4 bytes each
+    tail: bytes = b""  # tokens after the last key, 4 bytes each, less than a chunk of them
     search_range: tuple[str, ...] | None = None  # media that may be asked; None: all
 
 
@@ -66,7 +97,10 @@ class Reserve(Request, frozen=True):
 
 
 class Commit(Request, frozen=True):
-    """The slots of a write lease are filled. ``keys``: only these. Answer: ``Done`` with how many were published."""
+    """The slots of a write lease are filled. ``keys``: only these. Answer: ``Done`` with how many were published.
+
+    A client that cannot map the pool sends the images of the whole lease, or of ``keys``, along as the frame's data.
+    """
 
     lease_id: int
     keys: tuple[bytes, ...] | None = None
@@ -84,11 +118,37 @@ class Clear(Request, frozen=True):
     lower_tiers: bool = True
 
 
+class Several(Request, frozen=True):
+    """Questions that are answered together: one for each rank of an engine. Answer: ``Each``."""
+
+    requests: tuple[Lookup | Match | Poll, ...]
+
+
+class Download(Request, frozen=True):
+    """Send what is in the slots of ``keys``, for a client that cannot map the pool. Answer: ``Data``.
+
+    The images follow as the frame's data, one after the other; then comes a frame of its own, ``Done`` if all is as it
+    was sent or ``Failed`` if a slot had another owner meanwhile.
+    """
+
+    keys: bytes  # 48 bytes each
+
+
 class Switch(Request, frozen=True):
     """Turn ``frozen`` or ``hot_cache`` on or off; None leaves it. Answer: ``Status``."""
 
     frozen: bool | None = None
     hot_cache: bool | None = None
+
+
+class Ping(Request, frozen=True):
+    """A sign of life. Answer: ``Done`` with 1 if the session is registered as an instance, else 0."""
+
+
+class Register(Request, frozen=True):
+    """This session is one of an engine's processes, of this engine. Answer: ``Done``. Repeating it is fine."""
+
+    instance: Instance
 
 
 class GetStatus(Request, frozen=True):
@@ -100,10 +160,18 @@ class Check(Request, frozen=True):
 
 
 class Welcome(Reply, frozen=True):
-    """The session is open. A client on the machine maps the pool, ``pool_bytes`` long."""
+    """The session is open. A client on the machine maps the pool, ``pool_bytes`` long, whose descriptor comes along.
+
+    ``features`` says what the store can do besides; chunk size and hash are what it was told that its clients use:
+    those that use others share nothing with them.
+    """
 
     protocol_version: int
     pool_bytes: int
+    features: tuple[str, ...] = ()
+    chunk_size: int = 0
+    hash_algorithm: str = ""
+    server_version: str = ""
 
 
 class Located(Reply, frozen=True):
@@ -115,7 +183,7 @@ class Located(Reply, frozen=True):
     """
 
     lease_id: int
-    ready: tuple[ChunkRef, ...]
+    ready: ChunkRefs
     num_pending: int
     can_fork: bool = False
     pending_tokens: dict[Medium, int] = msgspec.field(default_factory=dict)
@@ -133,6 +201,18 @@ class Done(Reply, frozen=True):
     """It is done; ``count`` is what the request's docstring says."""
 
     count: int = 0
+
+
+class Each(Reply, frozen=True):
+    """The answers to ``Several``, in order."""
+
+    replies: tuple[Located, ...]
+
+
+class Data(Reply, frozen=True):
+    """The images that follow: the bytes of each that was asked for, 0 for one that is not in RAM."""
+
+    image_bytes: tuple[int, ...]
 
 
 class TierStatus(msgspec.Struct, frozen=True):
@@ -156,14 +236,32 @@ class Status(Reply, frozen=True):
     hot_cache: bool
     is_scanning: bool  # tiers are still telling what they hold
     counters: dict[str, int]
+    instances: tuple[InstanceStatus, ...] = ()
 
 
 class Failed(Reply, frozen=True):
-    """The request was not done. Codes: ``protocol``, ``invariant``, ``closed``, ``internal``."""
+    """The request was not done. Codes: ``protocol``, ``unauthorized``, ``invariant``, ``closed``, ``internal``."""
 
     code: str
     message: str
 
 
-AnyRequest = Hello | Lookup | Match | Poll | Release | Reserve | Commit | Abort | Clear | Switch | GetStatus | Check
-AnyReply = Welcome | Located | Reserved | Done | Status | Failed
+AnyRequest = (
+    Hello
+    | Lookup
+    | Match
+    | Poll
+    | Several
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | Download
+    | Clear
+    | Switch
+    | Ping
+    | Register
+    | GetStatus
+    | Check
+)
+AnyReply = Welcome | Located | Each | Reserved | Data | Done | Status | Failed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
+from qkvault.types import ChunkRef
 from qkvault.wire.messages import AnyReply, AnyRequest
 
 
@@ -15,6 +17,9 @@ class PoolView(Protocol):
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """The bytes ``[offset, offset + num_bytes)`` of the pool."""
+
+    def close(self) -> None:
+        """Give the mapping back. Only for one of its own, that a transport has made."""
 
 
 class Handler(Protocol):
@@ -29,6 +34,18 @@ class Handler(Protocol):
     def call(self, session_id: int, request: AnyRequest) -> AnyReply:
         """Answer ``request``. Never raises."""
 
+    def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
+        """The slots that a live write lease of the session may fill, those of ``keys`` or all; None if there is none.
+
+        They may be filled until the session ends, also when the lease runs out meanwhile.
+        """
+
+    def open_download(self, session_id: int, keys: bytes) -> tuple[int, list[memoryview]]:
+        """Lease what is in RAM of ``keys``. Returns the lease, and the images: an empty view for one that is not."""
+
+    def close_download(self, session_id: int, lease_id: int) -> AnyReply:
+        """End that lease. ``Done`` if it has lived until now, else ``Failed``: other bytes may have been sent."""
+
 
 class Transport(ABC):
     """One session with a store. May be used by several threads; calls are answered one at a time."""
@@ -41,6 +58,13 @@ class Transport(ABC):
 
         Raises Unavailable when the store cannot be reached, ProtocolError when it does not make sense.
         """
+
+    def fetch(self, refs: Sequence[ChunkRef]) -> None:
+        """Make ``pool`` show leased chunks, if it does not share the store's memory. Raises as ``call``.
+
+        A chunk that is not in RAM any more has no header then, as if its slot had got another owner.
+        """
+        del refs
 
     @abstractmethod
     def wait_change(self, timeout_seconds: float) -> None:

@@ -290,7 +290,7 @@ class TestOverTheSocket:
         prompt = prompts(300)
         engine.add("r", prompt, max_tokens=100)
         engine.step()
-        worker._transfer.client._transport._socket.shutdown(socket.SHUT_RDWR)
+        worker._transfer.client._transport._stream.shutdown()
         engine.step()
         now[0] = 20.0
         engine.run()

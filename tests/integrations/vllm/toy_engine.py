@@ -315,7 +315,7 @@ class ToyEngine:
         client = self.store.connect("test")
         found = Prefix(self.connector._space, RequestIdentity(), tokens, shared=False).find(client)
         client.close()
-        return sum(ref.num_tokens for ref in found.ready)
+        return found.ready.num_tokens
 
     def loads_of(self, name: str) -> list[LoadOp]:
         """The loads that were planned for a request."""

@@ -21,13 +21,14 @@ from qkvault.keys import KeySpace
 from qkvault.logs import RateLimited, get_logger
 from qkvault.prefix import Prefix, load_items
 from qkvault.stats import StatsMonitor
-from qkvault.types import ChunkRef, Medium
+from qkvault.types import ChunkRefs, Medium
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 _IDLE_NAP_SECONDS: Final = 0.002  # slept in a query while chunks are on their way and the engine has nothing to run
+_NO_REFS: Final = ChunkRefs()
 _log = RateLimited(get_logger("vllm.scheduler"))
 
 
@@ -48,7 +49,7 @@ class _Tracked:
     prefix: Prefix
     lease_id: int = 0
     first_chunk: int = 0  # number of the first chunk in ready; vLLM has what is before it
-    ready: Sequence[ChunkRef] = ()
+    ready: ChunkRefs = _NO_REFS
     num_local: int = 0  # what vLLM has itself, as of the last query
     num_found: int = 0  # what the store has from the first token on, as of the last query
     is_asking: bool = False  # queried since vLLM gave it blocks
@@ -98,14 +99,18 @@ class SchedulerSide:
         tracked.num_local, tracked.is_asking = num_local, True
         if self._locate(tracked) and self._may_wait(tracked, naps=True):
             return None
-        found = tracked.first_chunk * self._space.chunk_size + sum(ref.num_tokens for ref in tracked.ready)
+        found = tracked.first_chunk * self._space.chunk_size + tracked.ready.num_tokens
         tracked.num_found = found
         limit = request.num_tokens - 1  # one token must be left to compute
         num_external = self._whole_blocks(min(found, limit)) - num_local
         if num_external < max(1, self._config.min_hit_tokens):
             self._release(tracked)
             return 0
-        if any(ref.key in self._arriving for ref in tracked.ready) and self._may_wait(tracked, naps=False):
+        if (
+            self._arriving
+            and any(ref.key in self._arriving for ref in tracked.ready)
+            and self._may_wait(tracked, naps=False)
+        ):
             return None
         return num_external
 
@@ -239,7 +244,7 @@ class SchedulerSide:
             return 0
         if found.lease_id:
             self._end_leases({found.lease_id})
-        return sum(ref.num_tokens for ref in found.ready)
+        return found.ready.num_tokens
 
     def _may_wait(self, tracked: _Tracked, *, naps: bool) -> bool:
         now = self._clock()
@@ -277,7 +282,7 @@ class SchedulerSide:
             if self._engine.shares_blocks:
                 self._arriving[item.ref.key] = request_id
         op = op._replace(lease_id=tracked.lease_id, items=tuple(items))
-        tracked.lease_id, tracked.ready = 0, ()  # the lease ends with the load
+        tracked.lease_id, tracked.ready = 0, _NO_REFS  # the lease ends with the load
         return op
 
     def _saves_of(self, output: SchedulerOutput) -> Iterator[SaveOp]:
@@ -333,7 +338,7 @@ class SchedulerSide:
     def _release(self, tracked: _Tracked) -> None:
         if tracked.lease_id:
             self._end_leases({tracked.lease_id})
-        tracked.lease_id, tracked.ready = 0, ()
+        tracked.lease_id, tracked.ready = 0, _NO_REFS
 
     def _end_leases(self, lease_ids: Collection[int]) -> None:
         try:

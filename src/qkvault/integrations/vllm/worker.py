@@ -117,11 +117,16 @@ class WorkerSide:
     def _try_load(self, op: LoadOp) -> int:
         """How many leading items were copied, or are being copied. What is behind a failure is of no use."""
         try:
-            failed = self._session().load(op.items) if op.items else set()
+            failed = self._fetch_and_load(op.items) if op.items else set()
         except Exception as error:  # thread top: the engine must go on; vLLM computes these blocks again
             self._lost(error, "load_failed")
             return 0
         return min(failed, default=len(op.items))
+
+    def _fetch_and_load(self, items: Sequence[LoadItem]) -> set[int]:
+        transfer = self._session()
+        transfer.fetch(items)
+        return transfer.load(items)
 
     def _end_load(self, loading: _Loading) -> None:
         op, good = loading.op, loading.op.items[: loading.num_good]

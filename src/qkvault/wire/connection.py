@@ -1,0 +1,233 @@
+"""One accepted client: its bytes become requests, the store's answers become bytes. Never blocks."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from qkvault.errors import ProtocolError
+from qkvault.wire import codec
+from qkvault.wire import messages as m
+from qkvault.wire.transport import Handler
+
+BUFFER_BYTES: Final = 1 << 18
+_DATA_TURN_BYTES: Final = 8 << 20  # of one client's data that are taken before the others have their turn
+_MAX_OUT_BYTES: Final = 256 << 20  # a client that does not read its replies is cut off here
+_MAX_HELLO_BYTES: Final = 1 << 16  # before it said who it is, nobody gets more memory
+_WOULD_BLOCK: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Door(NamedTuple):
+    """What all connections of one server share."""
+
+    handler: Handler
+    epoch: int
+    descriptor: int | None  # of the pool, for clients on this machine
+    token: str  # that a client has to know; empty: none
+    buffer: memoryview  # what a client has sent lies here while it is read
+
+
+class Connection:
+    """Owned by the server's thread."""
+
+    def __init__(self, door: Door, connection: socket.socket) -> None:
+        self.socket = connection
+        self.session_id: int | None = None  # until it has said hello
+        self._door = door
+        self._inbox = bytearray()
+        self._outbox: deque[memoryview | Callable[[], bytes]] = deque()
+        self._owned_bytes = 0  # of the outbox, besides slots
+        self._sends_pool = False  # the descriptor goes with the next bytes
+        self._is_ending = False  # closed when all is sent
+        # Data that comes after a message: where it is to go, and who is answered then.
+        self._filling: deque[memoryview] = deque()
+        self._skip_bytes = 0
+        self._filled: Callable[[], None] = lambda: None
+
+    @property
+    def has_output(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outbox)
+
+    def read(self) -> None:
+        """Take what has come, and answer. Raises OSError when the client has gone, ProtocolError to cut it off."""
+        try:
+            while True:
+                if self._filling or self._skip_bytes:
+                    self._take_data()
+                else:
+                    self._take(self._door.buffer[: self.socket.recv_into(self._door.buffer)])
+                if not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending():
+                    break  # what TLS has decrypted already wakes no selector
+        except _WOULD_BLOCK:
+            pass
+        self.write()
+
+    def write(self) -> None:
+        """Send what can be sent. Raises as ``read``."""
+        outbox = self._outbox
+        try:
+            while outbox:
+                item = outbox[0]
+                if not isinstance(item, memoryview):
+                    item = outbox[0] = memoryview(item())
+                    self._owned_bytes += len(item)
+                if self._sends_pool and self._door.descriptor is not None:
+                    sent = socket.send_fds(self.socket, [item], [self._door.descriptor])
+                    self._sends_pool = False
+                else:
+                    sent = self.socket.send(item)
+                if item.readonly:  # a frame of ours; slots are not
+                    self._owned_bytes -= sent
+                if sent < len(item):
+                    outbox[0] = item[sent:]
+                else:
+                    outbox.popleft()
+        except _WOULD_BLOCK:
+            return
+        if self._is_ending:
+            msg = "refused"
+            raise ConnectionAbortedError(msg)
+
+    def close(self) -> None:
+        """Close the socket, and end the session."""
+        self.socket.close()
+        if self.session_id is not None:
+            self._door.handler.close_session(self.session_id)
+
+    def _take(self, data: memoryview) -> None:
+        if not data:
+            msg = "it closed the connection"
+            raise ConnectionResetError(msg)
+        if self._inbox:
+            self._inbox += data
+            with memoryview(self._inbox) as view:
+                used = self._answer(view)
+            del self._inbox[:used]
+        else:  # nearly always: one whole request
+            used = self._answer(data)
+            if used < len(data):
+                self._inbox += data[used:]
+        if self._inbox and (self._filling or self._skip_bytes):
+            self._use_inbox_as_data()
+
+    def _answer(self, view: memoryview) -> int:
+        # Answers all whole requests; returns how many bytes they were. Stops where data begins.
+        at = 0
+        while len(view) - at >= codec.HEAD.size and not (self._filling or self._skip_bytes or self._is_ending):
+            head = codec.decode_head(view[at : at + codec.HEAD.size])
+            if self.session_id is None and (head.body_bytes > _MAX_HELLO_BYTES or head.data_bytes):
+                msg = "a long message before the hello"
+                raise ProtocolError(msg)
+            start = at + codec.HEAD.size
+            if len(view) < start + head.body_bytes:
+                break
+            at = start + head.body_bytes
+            self._on_frame(head, view[start:at])
+        return at
+
+    def _on_frame(self, head: codec.Head, body: memoryview) -> None:
+        try:
+            request = codec.decode_request(body)
+        except ProtocolError as error:  # its frame was whole: the next one can be read
+            self._refuse(head, str(error))
+            return
+        if self.session_id is None:
+            self._send(head.sequence, self._open(request))
+        elif isinstance(request, m.Download):
+            self._upload(head.sequence, self.session_id, request)
+        elif head.data_bytes:
+            self._on_data(head, self.session_id, request)
+        else:
+            self._send(head.sequence, self._door.handler.call(self.session_id, request))
+
+    def _open(self, request: m.AnyRequest) -> m.AnyReply:
+        handler = self._door.handler
+        self._is_ending = True  # unless all is well
+        if not isinstance(request, m.Hello):
+            return m.Failed("unauthorized", "the first message has to be Hello")
+        if not hmac.compare_digest(request.token.encode(), self._door.token.encode()):
+            return m.Failed("unauthorized", "the server asks for a token, and this is not it")
+        self.session_id = handler.open_session(request.client)
+        reply = handler.call(self.session_id, request)
+        if isinstance(reply, m.Welcome):
+            self._sends_pool, self._is_ending = self._door.descriptor is not None, False
+        return reply
+
+    def _on_data(self, head: codec.Head, session_id: int, request: m.AnyRequest) -> None:
+        handler = self._door.handler
+        slots = handler.slots_of(session_id, request.lease_id, request.keys) if isinstance(request, m.Commit) else None
+        if slots is None or sum(map(len, slots)) != head.data_bytes:
+            self._refuse(head, f"{head.data_bytes} bytes of data for which nothing is reserved")
+        else:
+            self._expect(head, slots, lambda: self._send(head.sequence, handler.call(session_id, request)))
+
+    def _refuse(self, head: codec.Head, why: str) -> None:
+        self._expect(head, [], lambda: self._send(head.sequence, m.Failed("protocol", why)))
+
+    def _expect(self, head: codec.Head, slots: list[memoryview], then: Callable[[], None]) -> None:
+        # What follows as data goes to slots, or nowhere.
+        self._filling, self._filled = deque(slots), then
+        self._skip_bytes = 0 if slots else head.data_bytes
+        if not head.data_bytes:
+            self._filling.clear()
+            then()
+
+    def _take_data(self) -> None:
+        left_bytes = _DATA_TURN_BYTES
+        while left_bytes > 0 and (self._filling or self._skip_bytes):
+            if self._filling:
+                count = self.socket.recv_into(self._filling[0])
+            else:
+                count = self.socket.recv_into(self._door.buffer[: self._skip_bytes])
+            if not count:
+                msg = "it closed the connection"
+                raise ConnectionResetError(msg)
+            left_bytes -= count
+            self._count_data(count)
+
+    def _count_data(self, count: int) -> None:
+        # count bytes are where they belong.
+        if self._filling:
+            if count < len(self._filling[0]):
+                self._filling[0] = self._filling[0][count:]
+            else:
+                self._filling.popleft()
+        else:
+            self._skip_bytes -= count
+        if not self._filling and not self._skip_bytes:
+            self._filled()
+
+    def _use_inbox_as_data(self) -> None:
+        while self._inbox and (self._filling or self._skip_bytes):
+            count = min(len(self._inbox), len(self._filling[0]) if self._filling else self._skip_bytes)
+            if self._filling:
+                self._filling[0][:count] = self._inbox[:count]
+            del self._inbox[:count]
+            self._count_data(count)
+        if self._inbox:  # the next request came along
+            rest, self._inbox = bytes(self._inbox), bytearray()
+            self._take(memoryview(rest))
+
+    def _upload(self, sequence: int, session_id: int, request: m.Download) -> None:
+        # The images straight from the slots, under a lease of their own.
+        handler = self._door.handler
+        lease_id, slots = handler.open_download(session_id, request.keys)
+        sizes = tuple(map(len, slots))
+        self._send(sequence, m.Data(sizes), data_bytes=sum(sizes))
+        self._outbox.extend(slot for slot in slots if len(slot))
+        self._outbox.append(
+            lambda: codec.encode(handler.close_download(session_id, lease_id), sequence, self._door.epoch)
+        )
+
+    def _send(self, sequence: int, reply: m.AnyReply, *, data_bytes: int = 0) -> None:
+        frame = codec.encode(reply, sequence, self._door.epoch, data_bytes)
+        self._outbox.append(memoryview(frame))
+        self._owned_bytes += len(frame)
+        if self._owned_bytes > _MAX_OUT_BYTES:
+            msg = "the client does not read its replies"
+            raise ProtocolError(msg)

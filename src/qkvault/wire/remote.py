@@ -1,0 +1,138 @@
+"""A client that cannot map the pool: what is in slots is sent and received, behind the same calls."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from typing import Final
+
+from qkvault.errors import ProtocolError, Unavailable
+from qkvault.image import ALIGNMENT_BYTES, align_up, wipe_header
+from qkvault.types import KEY_BYTES, ChunkRef
+from qkvault.wire import messages as m
+from qkvault.wire.sockets import SocketTransport
+from qkvault.wire.transport import PoolView
+
+_MAP_NORESERVE: Final = 0x4000  # Linux; in the mmap module since Python 3.13
+_MAX_POOL_BYTES: Final = 1 << 46  # half of what a process can address
+_KEPT_BYTES: Final = 512 << 20  # of memory that was used: to take it anew costs a fault for every page
+
+
+class MirrorPool:
+    """Addresses as large as the store's pool, of which only what is used takes memory."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Raises OSError or ValueError if there are no such addresses."""
+        self.capacity_bytes = capacity_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._map = mmap.mmap(-1, capacity_bytes, flags=flags)
+        self._memory = memoryview(self._map)
+        self._used: OrderedDict[int, int] = OrderedDict()  # offset to bytes, the least recently used first
+        self._used_bytes = 0
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """The bytes ``[offset, offset + num_bytes)``."""
+        return self._memory[offset : offset + num_bytes]
+
+    def take(self, offset: int, num_bytes: int) -> memoryview:
+        """The same, about to be written."""
+        before_bytes = self._used.pop(offset, 0)
+        self._used[offset] = max(align_up(num_bytes), before_bytes)
+        self._used_bytes += self._used[offset] - before_bytes
+        return self.view(offset, num_bytes)
+
+    def trim(self, unsent: Container[int]) -> None:
+        """Give memory back that was used longest ago, but for slots at ``unsent``."""
+        for offset in list(self._used):
+            if self._used_bytes <= _KEPT_BYTES:
+                break
+            if offset not in unsent:
+                size = self._used.pop(offset)
+                self._used_bytes -= size
+                self._map.madvise(mmap.MADV_DONTNEED, offset, size)
+
+    def close(self) -> None:
+        """Give back everything, unless somebody still looks at it; then with him."""
+        with contextlib.suppress(BufferError):
+            self._memory.release()
+            self._map.close()
+
+
+class RemoteTransport(SocketTransport):
+    """A session over TCP."""
+
+    pool: MirrorPool
+
+    def fetch(self, refs: Sequence[ChunkRef]) -> None:
+        if not refs:
+            return
+        with self._lock:
+            self._trim()
+            head, reply = self._exchange(m.Download(b"".join(ref.key for ref in refs)), exact=True)
+            sizes = reply.image_bytes if isinstance(reply, m.Data) else ()
+            if len(sizes) != len(refs) or sum(sizes) != head.data_bytes or any(map(_is_odd, refs, sizes)):
+                self._is_usable = False  # what comes next is no frame
+                msg = f"the store at {self.address} sends other chunks than were asked for: {reply}"
+                raise ProtocolError(msg)
+            self._is_usable = False  # until the end of the data has come
+            try:
+                for ref, size in zip(refs, sizes, strict=True):
+                    view = self.pool.take(ref.offset, ref.image_bytes)
+                    if size:
+                        self._stream.fill(view)
+                    else:
+                        wipe_header(view)
+                _, end = self._receive(exact=True)
+            except OSError as error:
+                raise self._lost(error) from error
+            self._is_usable = True
+            if not isinstance(end, m.Done):
+                for ref in refs:
+                    wipe_header(self.pool.view(ref.offset, ref.image_bytes))
+
+    def call(self, request: m.AnyRequest) -> m.AnyReply:
+        with self._lock:
+            if isinstance(request, m.Commit):
+                return self._commit(request)
+            _, reply = self._exchange(request)
+            if isinstance(request, m.Reserve) and isinstance(reply, m.Reserved):
+                self._remember(request, reply)
+            elif isinstance(request, m.Abort):
+                self._written.pop(request.lease_id, None)
+            return reply
+
+    def _trim(self) -> None:
+        self.pool.trim({offset for slots in self._written.values() for offset, _ in slots.values()})
+
+    def _remember(self, request: m.Reserve, reply: m.Reserved) -> None:
+        # Where the bytes of a lease are to be sent from.
+        self._trim()
+        slots = {}
+        for chunk, offset in zip(request.chunks, reply.offsets, strict=True):
+            if offset >= 0:
+                self.pool.take(offset, chunk.image_bytes)
+                slots[chunk.key] = (offset, chunk.image_bytes)
+        if reply.lease_id:
+            self._written[reply.lease_id] = slots
+
+    def _commit(self, request: m.Commit) -> m.AnyReply:
+        slots = self._written.pop(request.lease_id, {})
+        keys = slots if request.keys is None else [key for key in slots if key in request.keys]
+        return self._exchange(request, data=tuple(self.pool.view(*slots[key]) for key in keys))[1]
+
+    def _open_pool(self, welcome: m.Welcome) -> PoolView:
+        self._written: dict[int, dict[bytes, tuple[int, int]]] = {}  # by write lease, in the order of its reserve
+        if not 0 < welcome.pool_bytes <= _MAX_POOL_BYTES or welcome.pool_bytes % ALIGNMENT_BYTES:
+            msg = f"the store at {self.address} says that its pool has {welcome.pool_bytes} bytes"
+            raise ProtocolError(msg)
+        try:
+            return MirrorPool(welcome.pool_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            msg = f"no addresses for the pool of the store at {self.address}: {error}"
+            raise Unavailable(msg) from error
+
+
+def _is_odd(ref: ChunkRef, image_bytes: int) -> bool:
+    return image_bytes not in (0, ref.image_bytes) or len(ref.key) != KEY_BYTES

@@ -1,0 +1,144 @@
+"""The server of one address: a thread that answers all of its clients.
+
+A client on the same machine is sent the pool's file descriptor with the reply to its ``Hello``, maps it and copies by
+itself: no bytes of chunks pass the socket, and no shared segment has a name that could be left behind.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import ssl
+import threading
+import time
+from typing import Final
+
+from qkvault.address import parse_address
+from qkvault.errors import ConfigError, ProtocolError
+from qkvault.logs import RateLimited, get_logger
+from qkvault.pool import Pool
+from qkvault.wire.connection import BUFFER_BYTES, Connection, Door
+from qkvault.wire.listen import Listener
+from qkvault.wire.transport import Handler
+
+_ACCEPT_PAUSE_SECONDS: Final = 0.01
+_HELLO_SECONDS: Final = 10.0  # a connection that has not said hello by then is closed
+_log = get_logger("wire")
+_limited = RateLimited(_log)
+
+
+class SocketServer:
+    """Answers every client of one address from one thread: messages are short, bytes go through the pool."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        pool: Pool,
+        address: str,
+        *,
+        epoch: int,
+        token: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Listen and start. ``token`` is asked of clients of TCP; a Unix socket asks the kernel who they are.
+
+        Raises ConfigError if something else answers, or lies, at the address, or if the pool is private.
+        """
+        where = parse_address(address)
+        descriptor = None
+        if where.is_unix:
+            token, tls = "", None
+            try:
+                descriptor = pool.descriptor
+            except ValueError as error:
+                msg = f"{error}: a store that others are to reach needs a shared pool"
+                raise ConfigError(msg) from error
+        self._door = Door(handler, epoch, descriptor, token, memoryview(bytearray(BUFFER_BYTES)))
+        self._tls = tls
+        self._listener = Listener(where)
+        self.address = str(self._listener.address)  # with the port that the system chose
+        self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener.socket, selectors.EVENT_READ)
+        self._waker, self._wakes = socket.socketpair()
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._connections: dict[socket.socket, Connection] = {}
+        self._strangers: dict[socket.socket, float] = {}  # have not said hello: until when they may
+        self._thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering, end every session, remove the socket file. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._waker.send(b"x")
+        self._thread.join()
+        self._selector.close()
+        self._listener.close()
+        for end in (self._waker, self._wakes):
+            end.close()
+
+    def _run(self) -> None:
+        while True:
+            for key, events in self._selector.select(1.0 if self._strangers else None):
+                if key.data is not None:
+                    self._serve(key.data, events)
+                elif key.fileobj is self._listener.socket:
+                    self._accept()
+                else:
+                    for connection in list(self._connections.values()):
+                        self._drop(connection)
+                    return
+            if self._strangers:
+                self._drop_strangers()
+
+    def _accept(self) -> None:
+        try:
+            accepted = self._listener.accept()
+            if accepted is None:
+                return
+            if self._tls is not None:
+                accepted = self._tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:  # out of descriptors, or the client has gone again
+            _limited.warning("accept_failed", error=str(error))
+            time.sleep(_ACCEPT_PAUSE_SECONDS)  # it would come again at once
+            return
+        connection = Connection(self._door, accepted)
+        self._connections[accepted] = connection
+        self._strangers[accepted] = time.monotonic() + _HELLO_SECONDS
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: Connection, events: int) -> None:
+        has_waited = events & selectors.EVENT_WRITE
+        try:
+            if has_waited:
+                connection.write()
+            if events & selectors.EVENT_READ:
+                connection.read()
+            if connection.has_output != bool(has_waited):
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_output else 0)
+                self._selector.modify(connection.socket, wanted, connection)
+        except OSError:  # it has gone
+            self._drop(connection)
+        except ProtocolError as error:
+            _limited.warning("client_cut_off", session=connection.session_id, error=str(error))
+            self._drop(connection)
+        except Exception:  # thread top: one client's connection is not the others'
+            _log.exception("client_cut_off", session=connection.session_id)
+            self._drop(connection)
+
+    def _drop_strangers(self) -> None:
+        now = time.monotonic()
+        for plain, deadline in list(self._strangers.items()):
+            connection = self._connections.get(plain)
+            if connection is None or connection.session_id is not None:
+                del self._strangers[plain]
+            elif now > deadline:
+                self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self._strangers.pop(connection.socket, None)
+        self._selector.unregister(connection.socket)
+        del self._connections[connection.socket]
+        connection.close()
