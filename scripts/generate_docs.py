@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from qkvault.config import schema_markdown
+from qkvault.config_page import schema_markdown
 from qkvault.metrics import metrics_markdown
 
 ROOT: Final = Path(__file__).resolve().parent.parent

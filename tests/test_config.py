@@ -9,7 +9,9 @@ import sys
 import msgspec
 import pytest
 
-from qkvault.config import CACHE_POLICIES, LMCACHE_KEYS, Config, load, schema_markdown
+from qkvault.config import CACHE_POLICIES, Config, load
+from qkvault.config_names import LMCACHE_KEYS
+from qkvault.config_page import schema_markdown
 from qkvault.errors import ConfigError
 from qkvault.policies import POLICIES
 from qkvault.units import GIB, MIB
@@ -67,6 +69,20 @@ def test_the_defaults_are_those():
         "min_hit_tokens": 0,
         "load_deadline_seconds": 10.0,
         "lease_seconds": 60.0,
+        "autostart": False,
+        "timeout_seconds": 1.0,
+        "token": "",
+        "tls_ca_path": None,
+        "listen": "",
+        "http": "",
+        "tls_cert_path": None,
+        "tls_key_path": None,
+        "insecure": False,
+        "reap_timeout_seconds": 120.0,
+        "registration_grace_seconds": 3600.0,
+        "events_endpoint": "",
+        "events_replay_endpoint": "",
+        "events_topic": "",
         "address": None,
         "model_revision": "",
         "log_level": "info",

@@ -7,7 +7,6 @@ is a ConfigError that names the key, the value and where it came from.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,39 +17,21 @@ from typing import Annotated, Final, Literal, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 
+from qkvault.address import EXPECTED, parse_address
+from qkvault.config_names import explain_unknown, nearest
 from qkvault.errors import ConfigError
 from qkvault.types import GRAIN_TOKENS
-from qkvault.units import GIB, format_size, parse_bool, parse_duration, parse_int, parse_size
+from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_size
 
 ENV_PREFIX: Final = "QKVAULT_"
 ENV_FILE: Final = "QKVAULT_CONFIG"
 VLLM_PREFIX: Final = "qkvault."
 DEFAULT: Final = "default"
+SECRETS: Final = frozenset({"token"})  # settings that are not shown
 CACHE_POLICIES: Final = ("fifo", "lfu", "lru", "mru")  # a test holds them against qkvault.policies, a layer above
 
-_TCP: Final = re.compile(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
-_UNIX_PATH_BYTES: Final = 107  # of sockaddr_un, without its terminating zero
 # What Kubernetes puts into every container's environment for a Service called qkvault or qkvault-*.
 _SERVICE_LINK: Final = re.compile(r"QKVAULT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_\w+)?)")
-
-# Keys that users of LMCache know: what ours is called (None: there is none), and what else differs.
-LMCACHE_KEYS: Final[dict[str, tuple[str | None, str]]] = {
-    "lmcache_instance_id": ("instance_id", ""),
-    "local_cpu": ("hot_cache", ""),
-    "max_local_cpu_size": ("ram_bytes", "in bytes, where theirs was in GB: 5.0 becomes 5GiB"),
-    "local_disk": ("disk_path", "a plain path, without file://"),
-    "max_local_disk_size": ("disk_bytes", "in bytes, where theirs was in GB: 5.0 becomes 5GiB"),
-    "save_unfull_chunk": ("save_partial_chunks", ""),
-    "save_decode_cache": ("save_decode", ""),
-    "pre_caching_hash_algorithm": ("hash_algorithm", ""),
-    "min_retrieve_tokens": ("min_hit_tokens", ""),
-    "pin_timeout_sec": ("lease_seconds", ""),
-    "blocking_timeout_secs": ("load_deadline_seconds", ""),
-    **dict.fromkeys(("remote_url", "remote_serde", "enable_p2p", "enable_pd", "pd_role"), (None, "")),
-    **dict.fromkeys(("enable_blending", "use_layerwise", "enable_controller", "extra_config"), (None, "")),
-    **dict.fromkeys(("enable_async_loading", "lookup_timeout_ms", "pin_check_interval_sec"), (None, "")),
-    **dict.fromkeys(("enable_kv_events", "py_enable_gc", "error_handling"), (None, "")),
-}
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,6 +116,59 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             examples=["unix:///run/qkvault.sock", "tcp://127.0.0.1:9400"],
         ),
     ] = None
+    autostart: Annotated[
+        bool, Meta(description="Start a server at address, with these settings, if none answers there.")
+    ] = False
+    timeout_seconds: Annotated[
+        float,
+        Meta(gt=0, le=600, description="How long a client waits for an answer of the server.", examples=["1s"]),
+    ] = 1.0
+    token: Annotated[
+        str, Meta(description="What clients of TCP have to know; the server's and theirs are the same.")
+    ] = ""
+    tls_ca_path: Annotated[
+        str | None,
+        Meta(description="Certificate that a TCP server's is signed by, or its own: the client then speaks TLS."),
+    ] = None
+    listen: Annotated[
+        str,
+        Meta(
+            description="Where `qkvault serve` answers: addresses, separated by commas. Empty: at `address`, or at a "
+            "Unix socket in the runtime directory.",
+            examples=["unix:///run/qkvault.sock,tcp://127.0.0.1:9400"],
+        ),
+    ] = ""
+    http: Annotated[
+        str,
+        Meta(
+            description="Where `qkvault serve` answers over HTTP: host:port, or unix:///path. Empty: nowhere.",
+            examples=["127.0.0.1:9401", "unix:///run/qkvault-http.sock"],
+        ),
+    ] = ""
+    tls_cert_path: Annotated[
+        str | None, Meta(description="Certificate of `qkvault serve` for TCP, in PEM. With tls_key_path.")
+    ] = None
+    tls_key_path: Annotated[str | None, Meta(description="Its private key.")] = None
+    insecure: Annotated[
+        bool, Meta(description="Let `qkvault serve` listen where other machines reach it without TLS and a token.")
+    ] = False
+    reap_timeout_seconds: Annotated[
+        float, Meta(gt=0, description="An engine that is silent for that long is taken off the server's register.")
+    ] = 120.0
+    registration_grace_seconds: Annotated[
+        float, Meta(gt=0, description="The same for one that has registered and never been heard of since.")
+    ] = 3600.0
+    events_endpoint: Annotated[
+        str,
+        Meta(
+            description="ZeroMQ endpoint at which KV events are published. Empty: none are.",
+            examples=["tcp://127.0.0.1:5557"],
+        ),
+    ] = ""
+    events_replay_endpoint: Annotated[
+        str, Meta(description="ZeroMQ endpoint that missed events are asked for at.", examples=["tcp://127.0.0.1:5558"])
+    ] = ""
+    events_topic: Annotated[str, Meta(description="Topic of the events.")] = ""
     model_revision: Annotated[
         str, Meta(description="Generation of the weights, part of every key: change it after a weight update.")
     ] = ""
@@ -196,7 +230,7 @@ def load(
     sources = dict.fromkeys(_FIELDS, DEFAULT)
     for setting in _all_settings(path, environment, vllm or {}, cli or {}):
         if setting.name not in _FIELDS:
-            msg = f"unknown setting {setting.key!r} ({setting.source}): {_explain_unknown(setting)}"
+            msg = f"unknown setting {setting.key!r} ({setting.source}): {_explain(setting)}"
             raise ConfigError(msg)
         try:
             values[setting.name] = _coerce(setting.name, setting.raw)
@@ -297,86 +331,23 @@ def _problem(name: str, value: object) -> str:
         return str(error).replace("`", "").replace("Expected", "expected") + hint
     text = value if isinstance(value, str) else ""
     if name == "cache_policy" and ":" not in text and text not in CACHE_POLICIES:
-        return _nearest(text, {name: name for name in CACHE_POLICIES}) + ", or module.path:Class of your own"
+        return nearest(text, {name: name for name in CACHE_POLICIES}) + ", or module.path:Class of your own"
     if name == "disk_path" and ("://" in text or value == ""):
         return "expected a plain path, without a scheme"
     if name == "address" and value is not None and not _is_address(text):
-        return f"expected unix:///absolute/path of at most {_UNIX_PATH_BYTES} bytes, or tcp://host:port"
+        return EXPECTED
     return ""
 
 
 def _is_address(text: str) -> bool:
-    scheme, _, rest = text.partition("://")
-    tcp = _TCP.fullmatch(text)
-    is_unix = scheme == "unix" and rest.startswith("/") and len(os.fsencode(rest)) <= _UNIX_PATH_BYTES
-    return is_unix or (tcp is not None and 0 < int(tcp[1]) < 1 << 16)
+    try:
+        where = parse_address(text)
+    except ConfigError:
+        return False
+    return where.is_unix or where.port > 0  # 0 is for servers that let the system choose
 
 
-def _explain_unknown(setting: _Setting) -> str:
-    """What the user should have written instead of a key that is none of ours, spelled as its source has it."""
-    name = setting.name.strip().lower().replace("-", "_")
+def _explain(setting: _Setting) -> str:
     is_env = setting.source.startswith("env ")
     prefix = ENV_PREFIX if is_env else VLLM_PREFIX if setting.source == "vllm" else ""
-    spelled = {field: prefix + (field.upper() if is_env else field) for field in _FIELDS}
-    if name in LMCACHE_KEYS:
-        ours, note = LMCACHE_KEYS[name]
-        if ours is None:
-            return f"LMCache's {name} is not supported here; remove it"
-        return f"LMCache's {name} is called {spelled[ours]} here" + (f", {note}" if note else "")
-    return _nearest(name, spelled)
-
-
-def _nearest(name: str, known: Mapping[str, str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {known[near[0]]!r}?" if near else f"expected one of {', '.join(known.values())}"
-
-
-def schema_markdown() -> str:
-    """The page docs/config.md."""
-    settings = []
-    for name, field in _FIELDS.items():
-        meta = get_args(field.type)[1]
-        default = format_size(field.default) if name.endswith("_bytes") else str(field.default)
-        if isinstance(field.default, bool):
-            default = default.lower()
-        shown = f"`{default}`" if field.default not in {None, ""} else "empty"
-        examples = f" For example {', '.join(f'`{example}`' for example in meta.examples)}." if meta.examples else ""
-        settings.append(f"| `{name}` | {shown} | {meta.description}{examples} |")
-    others = [
-        f"| `{theirs}` | {f'`{ours}`' if ours else 'not supported'} | {note} |"
-        for theirs, (ours, note) in LMCACHE_KEYS.items()
-    ]
-    return _PAGE.format(settings="\n".join(settings), lmcache="\n".join(others))
-
-
-_PAGE: Final = """\
-# Settings
-
-Generated from `qkvault/config.py` by `make docs`.
-
-The same names work everywhere. A later line wins over an earlier one:
-
-| source | how `ram_bytes` is written |
-|---|---|
-| YAML file that `QKVAULT_CONFIG` names | `ram_bytes: 8GiB` |
-| environment | `QKVAULT_RAM_BYTES=8GiB` |
-| vLLM's `kv_connector_extra_config` | `"qkvault.ram_bytes": "8GiB"` (keys without the prefix are not ours) |
-| command line | `qkvault config show --set ram_bytes=8GiB` |
-
-Sizes are bytes, or a number with kB, MB, GB, TB (powers of ten), KiB, MiB, GiB or TiB (of two). Durations are seconds,
-or a number with us, ms, s, m or h. Booleans are true, yes, on, 1, false, no, off or 0. A setting that is unknown, that
-cannot be read or that is impossible stops the start with a message; `qkvault config show` prints what is in force and
-where each value came from, `qkvault config validate FILE` checks a file.
-
-| setting | default | meaning |
-|---|---|---|
-{settings}
-
-## Coming from LMCache
-
-`chunk_size` and `cache_policy` are the same. A key of LMCache is refused with the name of ours:
-
-| LMCache | QKVault | difference |
-|---|---|---|
-{lmcache}
-"""
+    return explain_unknown(setting.name, {name: prefix + (name.upper() if is_env else name) for name in _FIELDS})

@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from qkvault.cli.app import app
-from qkvault.config import Config, schema_markdown
+from qkvault.config import Config
+from qkvault.config_page import schema_markdown
 
 runner = CliRunner()
 

@@ -21,11 +21,12 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALU
 @app.command()
 def show(*, file: FileOption = None, settings: SetOption = None, as_json: JsonOption = False) -> None:
     """Print every setting in force, and where its value came from."""
-    from qkvault.config import load
+    from qkvault.config import SECRETS, load
     from qkvault.units import format_size
 
     loaded = load(file, cli=_split(settings or []))
     values = {name: getattr(loaded.config, name) for name in loaded.sources}
+    values |= {name: "(set)" for name in SECRETS if values[name]}
     if as_json:
         print_json({name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()})
         return
@@ -54,7 +55,8 @@ def schema(*, as_json: JsonOption = False) -> None:
     """Print what can be set: a page, or JSON Schema for editors."""
     import msgspec
 
-    from qkvault.config import Config, schema_markdown
+    from qkvault.config import Config
+    from qkvault.config_page import schema_markdown
 
     if not as_json:
         typer.echo(schema_markdown(), nl=False)
