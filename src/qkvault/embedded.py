@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Final
 
-from qkvault.address import UNIX_SCHEME
 from qkvault.client import StoreClient
 from qkvault.config import Config
+from qkvault.connecting import socket_address
 from qkvault.errors import ConfigError
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
@@ -25,6 +21,8 @@ from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
+
+__all__ = ["EmbeddedStore", "acquire", "find", "release", "socket_address"]
 
 _lock: Final = threading.Lock()
 _stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id
@@ -106,25 +104,6 @@ def release(store: EmbeddedStore) -> None:
         if store.num_users == 0 and _stores.get(store.config.instance_id) is store:
             del _stores[store.config.instance_id]
             store.close()
-
-
-def socket_address(instance_id: str) -> str:
-    """Where the store of an instance answers other processes of the same user: the same in all of them.
-
-    Raises ConfigError if others than this user could put something there.
-    """
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    folder = base / f"qkvault-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        msg = f"{folder} cannot be made: {error}"
-        raise ConfigError(msg) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        msg = f"{folder} is not a folder that only this user can write to"
-        raise ConfigError(msg)
-    return f"{UNIX_SCHEME}{folder}/{instance_id}.sock"
 
 
 def _open_tiers(config: Config) -> list[Tier]:
