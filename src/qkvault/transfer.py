@@ -36,6 +36,11 @@ class SpaceDescription(msgspec.Struct, frozen=True):
     layout: ChunkLayout
 
 
+def describe(space: KeySpace, layout: ChunkLayout) -> bytes:
+    """A SpaceDescription as it stands in headers."""
+    return msgspec.msgpack.encode(SpaceDescription(space, layout))
+
+
 class SaveItem(NamedTuple):
     """One chunk to be stored: its identity, its tokens (4 bytes each), and the engine's blocks that hold it.
 
@@ -114,7 +119,7 @@ class Transfer:
         self.layout = paged.layout
         self.num_published = 0  # chunks that became readable so far; a save whose lease ran out adds none
         self._stats = stats if stats is not None else StatsMonitor()
-        self._description = msgspec.msgpack.encode(SpaceDescription(space, self.layout))
+        self._description = describe(space, self.layout)
         self._header_bytes = header_bytes_for(self.layout.chunk_size, len(self._description))
         self._num_in_part = max(1, _PART_BYTES // self.layout.payload_bytes(self.layout.chunk_size))
         self._layouts: dict[bytes, ChunkLayout | None] = {self._description: self.layout}  # None: cannot be read
@@ -223,6 +228,17 @@ class Transfer:
             self._copying[0][0].synchronize()
             self.settle()
 
+    def abandon(self) -> None:
+        """Block until a device has finished all copies; none of them is committed. For a session that has failed."""
+        self._synchronize()
+        self._copying.clear()
+
+    def _synchronize(self) -> None:
+        if self.paged.device.type != "cpu":
+            begun = torch.Event(self.paged.device)
+            begun.record()
+            begun.synchronize()
+
     def _began(self, copied: torch.Event | None, copy: _Copy) -> None:
         if copied is None:
             self._ended(copy)
@@ -240,11 +256,8 @@ class Transfer:
                 self.num_published += self.client.commit(copy.lease_id)
 
     def _abort(self, lease_id: int) -> None:
-        if self.paged.device.type != "cpu":
-            # What the device has begun it goes on with: the slots must not get another owner before it is through.
-            begun = torch.Event(self.paged.device)
-            begun.record()
-            begun.synchronize()
+        # What the device has begun it goes on with: the slots must not get another owner before it is through.
+        self._synchronize()
         with suppress(Unavailable):
             self.client.abort(lease_id)
 
