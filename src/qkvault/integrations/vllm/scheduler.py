@@ -265,8 +265,7 @@ class SchedulerSide:
 
     def _may_wait(self, tracked: _Tracked, *, naps: bool) -> bool:
         now = self._clock()
-        if tracked.deadline is None:
-            tracked.deadline = now + self._config.load_deadline_seconds
+        tracked.deadline = tracked.deadline or now + self._config.load_deadline_seconds
         if now >= tracked.deadline:
             return False
         if naps and self._may_nap:
@@ -295,9 +294,8 @@ class SchedulerSide:
             tracked.loaded_from[item.ref.medium] += len(item.block_ids) * block_size
             if self._engine.shares_blocks:
                 self._arriving[item.ref.key] = request_id
-        op = op._replace(lease_ids=tracked.lease_ids, items_by_rank=items)
-        tracked.lease_ids, tracked.ready = (), ()  # the leases end with the load
-        return op
+        lease_ids, tracked.lease_ids, tracked.ready = tracked.lease_ids, (), ()  # the leases end with the load
+        return op._replace(lease_ids=lease_ids, items_by_rank=items)
 
     def _saves_of(self, output: SchedulerOutput) -> Iterator[SaveOp]:
         for request_id, num_before in _computed_before(output):
