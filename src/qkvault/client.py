@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
-from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkRef, NewChunk
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkRef, Medium, NewChunk
 from qkvault.wire import messages as m
 from qkvault.wire.transport import PoolView, Transport
 
@@ -63,6 +63,28 @@ class StoreClient:
             return msgspec.structs.replace(found, ready=found.ready.with_asked(keys))
         parent = keys[(num_chunks - 1) * KEY_BYTES : num_chunks * KEY_BYTES] if num_chunks else root
         return self._ask(m.Match(found.lease_id, parent, tokens, media), m.Located)
+
+    def inspect(
+        self,
+        root: bytes,
+        keys: bytes,
+        checks: bytes,
+        tokens_of: Callable[[int], bytes],
+        *,
+        search_range: Sequence[str] | None = None,
+    ) -> m.Inspected:
+        """How much of a prompt ``find`` would find, and where. Nothing is leased, and nothing moves."""
+        media = _tuple(search_range)
+        tail = tokens_of(len(keys) // KEY_BYTES)
+        if len(tail) < _GRAIN_BYTES:
+            tail = b""
+        found = self._ask(m.Inspect(root, keys, checks, tail, media), m.Inspected)
+        num_chunks = sum(found.chunks.values())
+        if not found.can_fork or len(tokens_of(num_chunks)) < _GRAIN_BYTES:
+            return found
+        parent = keys[(num_chunks - 1) * KEY_BYTES : num_chunks * KEY_BYTES] if num_chunks else root
+        more = self._ask(m.Inspect(parent, b"", b"", tokens_of(num_chunks), media), m.Inspected)
+        return m.Inspected(_sum(found.tokens, more.tokens), _sum(found.chunks, more.chunks))
 
     def poll(self, lease_id: int) -> m.Located:
         """How far the chunks of a read lease have come. Renews it."""
@@ -142,6 +164,10 @@ class StoreClient:
             raise _ERRORS.get(reply.code, Unavailable)(reply.message)
         msg = f"{type(request).__name__} was answered with {type(reply).__name__}"
         raise ProtocolError(msg)
+
+
+def _sum(one: dict[Medium, int], other: dict[Medium, int]) -> dict[Medium, int]:
+    return {medium: one.get(medium, 0) + other.get(medium, 0) for medium in {**one, **other}}
 
 
 def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:
