@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from msgspec.structs import replace
 
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
-from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkRef, NewChunk
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkRef, Medium, NewChunk
 from qkvault.wire import messages as m
 from qkvault.wire.transport import PoolView, Transport
 
@@ -60,7 +60,7 @@ class StoreClient:
         search_range: Sequence[str] | None = None,
     ) -> list[m.Located]:
         """``find`` for several chains (root, keys) of the same tokens, one for each rank, in as many messages."""
-        media = None if search_range is None else tuple(search_range)
+        media = _tuple(search_range)
         num_chunks = len(chains[0][1]) // KEY_BYTES
         lookups = [m.Lookup(root, keys, checks, _grains(tokens_of(num_chunks)), media) for root, keys in chains]
         found = [
@@ -80,6 +80,26 @@ class StoreClient:
     def poll_each(self, lease_ids: Sequence[int]) -> list[m.Located]:
         """``poll`` several leases in one message."""
         return list(self._ask_each([m.Poll(lease_id) for lease_id in lease_ids]))
+
+    def inspect(
+        self,
+        root: bytes,
+        keys: bytes,
+        checks: bytes,
+        tokens_of: Callable[[int], bytes],
+        *,
+        search_range: Sequence[str] | None = None,
+    ) -> m.Inspected:
+        """How much of a prompt ``find`` would find, and where. Nothing is leased, and nothing moves."""
+        media = _tuple(search_range)
+        tail = _grains(tokens_of(len(keys) // KEY_BYTES))
+        found = self._ask(m.Inspect(root, keys, checks, tail, media), m.Inspected)
+        num_chunks = sum(found.chunks.values())
+        if not found.can_fork or not _grains(tokens_of(num_chunks)):
+            return found
+        parent = keys[(num_chunks - 1) * KEY_BYTES : num_chunks * KEY_BYTES] if num_chunks else root
+        more = self._ask(m.Inspect(parent, b"", b"", tokens_of(num_chunks), media), m.Inspected)
+        return m.Inspected(_sum(found.tokens, more.tokens), _sum(found.chunks, more.chunks))
 
     def poll(self, lease_id: int) -> m.Located:
         """How far the chunks of a read lease have come. Renews it."""
@@ -169,3 +189,11 @@ class StoreClient:
 def _grains(tokens: bytes) -> bytes:
     """``tokens``, or nothing if they are less than what can match."""
     return tokens if len(tokens) >= GRAIN_TOKENS * TOKEN_BYTES else b""
+
+
+def _sum(one: dict[Medium, int], other: dict[Medium, int]) -> dict[Medium, int]:
+    return {medium: one.get(medium, 0) + other.get(medium, 0) for medium in {**one, **other}}
+
+
+def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(names)

@@ -206,6 +206,12 @@ class Loaded(msgspec.Struct, frozen=True):
     config: Config
     sources: dict[str, str]
 
+    def shown(self) -> dict[str, tuple[object, str]]:
+        """Each setting's value, as it may be shown, and its source."""
+        values = {name: getattr(self.config, name) for name in self.sources}
+        values |= {name: "(set)" for name in SECRETS if values[name]}
+        return {name: (value, self.sources[name]) for name, value in values.items()}
+
 
 class _Setting(NamedTuple):
     source: str

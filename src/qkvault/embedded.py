@@ -15,15 +15,16 @@ from qkvault.connecting import socket_address
 from qkvault.errors import ConfigError
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
-from qkvault.store.driver import StoreDriver
+from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
-__all__ = ["EmbeddedStore", "acquire", "find", "release", "socket_address"]
+__all__ = ["EmbeddedStore", "acquire", "find", "open_driver", "release", "socket_address"]
 
+_PLAIN: Final = Traits()
 _lock: Final = threading.Lock()
 _stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id
 
@@ -39,21 +40,7 @@ class EmbeddedStore:
         self.config = config
         self.is_shared = shared
         self.epoch = time.time_ns()
-        policy = POLICIES.load(config.cache_policy)
-        tiers = _open_tiers(config)
-        try:
-            pool = Pool(config.ram_bytes, name="qkvault" if shared else None, prefault=config.prefault)
-        except BaseException:
-            for tier in tiers:
-                tier.close()
-            raise
-        books = [
-            TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, policy())
-            for number, tier in enumerate(tiers)
-        ]
-        manager = StorageManager(pool, policy(), books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
-        manager.is_frozen = config.start_frozen
-        self.driver = StoreDriver(manager, tiers)
+        self.driver = open_driver(config, shared=shared)
         self._server: SocketServer | None = None
         self.num_users = 0
 
@@ -73,6 +60,28 @@ class EmbeddedStore:
         if self._server is not None:
             self._server.close()
         self.driver.close(purge=not self.config.disk_keep)
+
+
+def open_driver(config: Config, *, shared: bool, traits: Traits = _PLAIN) -> StoreDriver:
+    """A running store as the settings want it: pool, tiers and driver. ``traits`` is what it tells its clients.
+
+    Raises ConfigError, leaving nothing behind.
+    """
+    policy = POLICIES.load(config.cache_policy)
+    tiers = _open_tiers(config)
+    try:
+        pool = Pool(config.ram_bytes, name="qkvault" if shared else None, prefault=config.prefault)
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    books = [
+        TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, policy())
+        for number, tier in enumerate(tiers)
+    ]
+    manager = StorageManager(pool, policy(), books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
+    manager.is_frozen = config.start_frozen
+    return StoreDriver(manager, tiers, traits=traits)
 
 
 def acquire(config: Config, *, shared: bool = False) -> EmbeddedStore:

@@ -22,23 +22,12 @@ from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
 from qkvault.logs import get_logger
 from qkvault.paged import PagedConnector, PageRun
+from qkvault.spaces import SpaceDescription
 from qkvault.stats import StatsMonitor
 from qkvault.types import TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk, Outcome
 
 _PART_BYTES: Final = 128 << 20
 _log = get_logger("transfer")
-
-
-class SpaceDescription(msgspec.Struct, frozen=True):
-    """What an image tells of its chunk besides the tokens: whose it is, and how its payload is laid out."""
-
-    space: KeySpace
-    layout: ChunkLayout
-
-
-def describe(space: KeySpace, layout: ChunkLayout) -> bytes:
-    """A SpaceDescription as it stands in headers."""
-    return msgspec.msgpack.encode(SpaceDescription(space, layout))
 
 
 class SaveItem(NamedTuple):
@@ -119,7 +108,7 @@ class Transfer:
         self.layout = paged.layout
         self.num_published = 0  # chunks that became readable so far; a save whose lease ran out adds none
         self._stats = stats if stats is not None else StatsMonitor()
-        self._description = describe(space, self.layout)
+        self._description = SpaceDescription(space, self.layout).encode()
         self._header_bytes = header_bytes_for(self.layout.chunk_size, len(self._description))
         self._num_in_part = max(1, _PART_BYTES // self.layout.payload_bytes(self.layout.chunk_size))
         self._layouts: dict[bytes, ChunkLayout | None] = {self._description: self.layout}  # None: cannot be read
@@ -298,12 +287,12 @@ class Transfer:
     def _layout_in(self, description: bytes) -> ChunkLayout | None:
         """The layout that an image describes; None if this engine can neither copy nor convert it."""
         try:
-            layout = msgspec.msgpack.decode(description, type=SpaceDescription).layout
+            layout = SpaceDescription.decode(description).layout
             if not layout.has_same_pages(self.layout):
                 self.layout.require_same_tensors(layout)
                 layout.require_viewable()
                 self.layout.require_viewable()
-        except (msgspec.MsgspecError, LayoutMismatch) as error:
+        except (ValueError, LayoutMismatch) as error:
             _log.warning("chunks_of_unreadable_layout", error=error)
             return None
         return layout

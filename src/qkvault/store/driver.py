@@ -95,9 +95,9 @@ class StoreDriver:
 
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
         """Answer one request. Never raises: what goes wrong is a ``Failed``."""
-        if self._num_scanning and isinstance(request, (m.Lookup, m.Several)):
+        if self._num_scanning and isinstance(request, m.Lookup | m.Inspect | m.Several):
             for each in request.requests if isinstance(request, m.Several) else (request,):
-                if isinstance(each, m.Lookup):
+                if isinstance(each, m.Lookup | m.Inspect):
                     self._find_early(each.keys)
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
@@ -291,8 +291,10 @@ class StoreDriver:
                 session.has_pinged = True
                 return m.Done(int(session.instance is not None))
             case m.Register(instance=instance):
-                session.instance = instance
+                self._sessions.register(session, instance)
                 return m.Done()
+            case m.Inspect(root=root, keys=keys, checks=checks, tail=tail):
+                return self.manager.inspect(root, keys, checks, tail=tail, search_range=request.search_range)
             case m.Clear(lower_tiers=lower_tiers):
                 return m.Done(self.manager.clear(lower_tiers=lower_tiers))
             case m.Check():
@@ -328,4 +330,5 @@ class StoreDriver:
             num_sessions=len(self._sessions),
             is_scanning=self._num_scanning > 0,
             instances=self._sessions.instances(self._clock(), lambda session_id: len(leases.of_session(session_id))),
+            spaces=self._sessions.spaces,
         )

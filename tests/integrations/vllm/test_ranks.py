@@ -45,7 +45,7 @@ def run(tiny_model, tmp_path):
 
 
 def test_two_ranks_hit_from_ram_and_after_a_restart_from_disk(run, tmp_path):
-    """B33, LOAD-04: the same text as when it was computed; every chunk is stored once for each rank, and none is one rank's."""
+    """B33: the same text as when it was computed, every chunk once for each rank; a hit ends where one rank's ends."""
     rng = random.Random(4)
     prompt, other = ([rng.randrange(3, 500) for _ in range(300)] for _ in range(2))
     one = run([prompt, prompt, other], 2)
@@ -60,4 +60,4 @@ def test_two_ranks_hit_from_ram_and_after_a_restart_from_disk(run, tmp_path):
     next(path for path in sorted(spaces[1].rglob("*.qkv"))).unlink()
     two = run([prompt, other], 2)
     assert two["texts"] == [one["texts"][0], one["texts"][2]]
-    assert sorted(two["cached"])[1] == 288 > sorted(two["cached"])[0]
+    assert sorted(two["cached"])[1] == 288 > min(two["cached"])

@@ -35,9 +35,9 @@ from qkvault.integrations.vllm.scheduler import Engine, SchedulerSide
 from qkvault.integrations.vllm.worker import WorkerSide
 from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
+from qkvault.spaces import SpaceDescription
 from qkvault.stats import StatsMonitor
 from qkvault.tokens import load_scheme
-from qkvault.transfer import describe
 from qkvault.types import Medium
 from qkvault.wire.messages import Instance
 
@@ -149,7 +149,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             pid=os.getpid(),
             host=socket.gethostname(),
             engine=f"vllm {SUPPORTED}",
-            spaces=(describe(self._spaces[self._rank], self._layout),),
+            spaces=(SpaceDescription(self._spaces[self._rank], self._layout).encode(),),
         )
         return Link(lambda: open_client(config, name), instance, ping_seconds=_PING_SECONDS)
 
