@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -77,16 +77,24 @@ def _start(config: Config, path: str) -> None:
         environment["QKVAULT_TOKEN"] = config.token  # others can read a command line
     with log_path.open("ab") as log:
         os.fchmod(log.fileno(), 0o600)
-        # In a session of its own: signals to the engine are not the server's.
-        process = subprocess.Popen(  # noqa: S603  # our own interpreter and module, no shell
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        # In a session of its own: signals to the engine are not the server's. Not a Popen: it outlives us.
+        pid = os.posix_spawn(
+            sys.executable,
+            command,
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, log.fileno(), 1),
+                (os.POSIX_SPAWN_DUP2, log.fileno(), 2),
+            ],
+            setsid=True,
         )
-    _log.info("server_started", address=config.address, pid=process.pid, log=str(log_path))
+    _log.info("server_started", address=config.address, pid=pid, log=str(log_path))
     deadline = time.monotonic() + _START_SECONDS
     while not _answers(config):
-        if process.poll() is not None or time.monotonic() > deadline:
-            with suppress(OSError):
-                process.kill()
+        if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() > deadline:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             msg = f"autostart: the server did not start: {_last_line(log_path)} (all of it in {log_path})"
             raise ConfigError(msg)
         time.sleep(_PAUSE_SECONDS)
