@@ -367,6 +367,7 @@ def test_one_read_that_hangs_does_not_keep_a_tier_of_several_workers_down(make_d
 
 
 def test_writes_that_hang_in_every_thread_fail_loads_too(make_disk, slots, gate, monkeypatch):
+    """B124: B124: B124: B124."""
     disk = make_disk(workers=2, write_deadline_seconds=0.01)
     stored = slots.image(1)
     disk.store(stored)

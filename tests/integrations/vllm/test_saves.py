@@ -306,6 +306,7 @@ def test_a_thousand_requests_log_a_handful_of_lines(toy_engine, prompts, log_lin
     stem = prompts(20)
     skip = {"extra_args": {"kv_transfer_params": {"qkvault.what": 1}}}
     for number in range(1000):
+        """B60."""
         engine.add(f"r{number}", stem + prompts(1), 1, sampling=skip if number % 2 else {})
     engine.run()
     assert len(log_lines) <= 3
