@@ -55,7 +55,7 @@ def test_only_what_was_computed_from_true_tokens_is_stored(toy, toy_engine, prom
 
 @ALL
 def test_generated_tokens_are_stored_for_the_next_turn(toy, toy_engine, prompts, options):
-    """A turn's prompt and its answer, but for the last token, are there when the talk goes on."""
+    """B60: a turn's prompt and its answer, but for the last token, are there when the talk goes on."""
     engine = toy_engine(**options)
     prompt = prompts(100)
     engine.ask(prompt, max_tokens=150)
@@ -306,7 +306,6 @@ def test_a_thousand_requests_log_a_handful_of_lines(toy_engine, prompts, log_lin
     stem = prompts(20)
     skip = {"extra_args": {"kv_transfer_params": {"qkvault.what": 1}}}
     for number in range(1000):
-        """B60."""
         engine.add(f"r{number}", stem + prompts(1), 1, sampling=skip if number % 2 else {})
     engine.run()
     assert len(log_lines) <= 3
