@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,7 +64,7 @@ class Process:
             time.sleep(0.005)
         return self
 
-    def signal(self, number=signal.SIGTERM):
+    def send(self, number=signal.SIGTERM):
         """Send one."""
         self._process.send_signal(number)
 
@@ -73,7 +74,7 @@ class Process:
 
     def stop(self, number=signal.SIGTERM) -> int:
         """Send a signal and wait for the end."""
-        self.signal(number)
+        self.send(number)
         return self.wait()
 
     def close(self):
@@ -168,12 +169,18 @@ def store(client, space, tokens, identity=None):
     hasher.extend(tokens)
     keys = [space.chunk_key(each) for each in hasher.hashes]
     parents = [space.chunk_key(hasher.root), *keys]
-    chunks = [ModelChunk(keys[at], parents[at], hasher.chunk_tokens(at)) for at in range(len(keys))]
+    chunks = [ModelChunk(keys[at], parents[at], hasher.chunk_tokens(at), hasher.chunk_tokens(at) * 64) for at in range(len(keys))]
     reserved = client.reserve([chunk.new() for chunk in chunks])
     for chunk, offset in zip(chunks, reserved.offsets, strict=True):
         if offset >= 0:
             chunk.write(client.pool.view(offset, chunk.new().image_bytes))
     return client.commit(reserved.lease_id)
+
+
+@pytest.fixture
+def kit():
+    """How to speak to a server as engines and operators do."""
+    return SimpleNamespace(Http=Http, instance_of=instance_of, space_of=space_of, store=store)
 
 
 @pytest.fixture(scope="session")
