@@ -169,7 +169,10 @@ def store(client, space, tokens, identity=None):
     hasher.extend(tokens)
     keys = [space.chunk_key(each) for each in hasher.hashes]
     parents = [space.chunk_key(hasher.root), *keys]
-    chunks = [ModelChunk(keys[at], parents[at], hasher.chunk_tokens(at), hasher.chunk_tokens(at) * 64) for at in range(len(keys))]
+    chunks = [
+        ModelChunk(keys[at], parents[at], hasher.chunk_tokens(at), hasher.chunk_tokens(at) * 64)
+        for at in range(len(keys))
+    ]
     reserved = client.reserve([chunk.new() for chunk in chunks])
     for chunk, offset in zip(chunks, reserved.offsets, strict=True):
         if offset >= 0:

@@ -38,14 +38,14 @@ def on_disk(tmp_path):
 
 class TestStart:
     def test_it_is_ready_within_half_a_second(self, start):
-        """B200: the pool's pre-faulting apart; the best of three counts, since others use the machine."""
+        """B200: of a core's time, since others use the machine too; the pool's pre-faulting apart."""
         took = []
         for _ in range(3):
-            began = time.perf_counter()
             server = start().wait_ready()
-            took.append(time.perf_counter() - began)
+            times = psutil.Process(server.pid).cpu_times()
+            took.append(times.user + times.system)
             assert server.stop() == 0
-        assert min(took) < 0.5 if os.environ.get("QKV_QUIET") else min(took) < 2.0, took
+        assert min(took) < 0.5, took
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_it_loads_no_torch(self, start, tmp_path, disk):
@@ -150,7 +150,7 @@ class TestStop:
 
     def test_a_signal_ends_a_start(self, start):
         """B206: while memory is taken, which may last, a signal is heard."""
-        server = start("--ram", "6GiB")
+        server = start("--ram", "4GiB")
         deadline = time.monotonic() + 20
         process = psutil.Process(server.pid)
         while process.memory_info().shared < 256 << 20:
@@ -182,8 +182,10 @@ class TestKill:
             client.close()
         assert take_snapshot().segments == before
         assert [path.name for path in tmp_path.iterdir() if path.is_socket()] == ["s"]
-        assert not [path for path in (tmp_path / "disk").rglob("*.tmp*")]
-        ours = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in (process.info["cmdline"] or [])]
+        assert not list((tmp_path / "disk").rglob("*.tmp*"))
+        ours = [
+            process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in (process.info["cmdline"] or [])
+        ]
         assert ours == []
 
     def test_a_killed_client_holds_nothing(self, start, connect):
