@@ -32,7 +32,7 @@ LAYERS = (
     "tiers codecs wire",
     "store",
     "store.driver",
-    "client connecting reports server metrics stats embedded wire.inproc",
+    "client connecting link autostart reports server metrics stats embedded wire.inproc",
     "transfer prefix loading engine builder sdk capture blend",
     "integrations",
     "cli __main__",

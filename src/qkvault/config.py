@@ -177,6 +177,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "info"
     metrics: Annotated[bool, Meta(description="Count and export metrics.")] = True
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes than this one, or a later one, read the keys."""
+        return self.disk_path is not None or self.address is not None
+
     def __post_init__(self) -> None:
         """Refuse what the types allow and the cache cannot do. Raises ConfigError."""
         for name in self.__struct_fields__:

@@ -217,6 +217,17 @@ class Transfer:
             self._copying[0][0].synchronize()
             self.settle()
 
+    def abandon(self) -> None:
+        """Block until a device has finished all copies; none of them is committed. For a session that has failed."""
+        self._synchronize()
+        self._copying.clear()
+
+    def _synchronize(self) -> None:
+        if self.paged.device.type != "cpu":
+            begun = torch.Event(self.paged.device)
+            begun.record()
+            begun.synchronize()
+
     def _began(self, copied: torch.Event | None, copy: _Copy) -> None:
         if copied is None:
             self._ended(copy)
@@ -234,11 +245,8 @@ class Transfer:
                 self.num_published += self.client.commit(copy.lease_id)
 
     def _abort(self, lease_id: int) -> None:
-        if self.paged.device.type != "cpu":
-            # What the device has begun it goes on with: the slots must not get another owner before it is through.
-            begun = torch.Event(self.paged.device)
-            begun.record()
-            begun.synchronize()
+        # What the device has begun it goes on with: the slots must not get another owner before it is through.
+        self._synchronize()
         with suppress(Unavailable):
             self.client.abort(lease_id)
 

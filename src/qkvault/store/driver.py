@@ -95,8 +95,10 @@ class StoreDriver:
 
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
         """Answer one request. Never raises: what goes wrong is a ``Failed``."""
-        if self._num_scanning and isinstance(request, m.Lookup | m.Inspect):
-            self._find_early(request.keys)
+        if self._num_scanning and isinstance(request, m.Lookup | m.Inspect | m.Several):
+            for each in request.requests if isinstance(request, m.Several) else (request,):
+                if isinstance(each, m.Lookup | m.Inspect):
+                    self._find_early(each.keys)
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
             if self._is_closing or session is None:
@@ -287,7 +289,7 @@ class StoreDriver:
                 return self._welcome(version)
             case m.Ping():
                 session.has_pinged = True
-                return m.Done(session.instance is not None)
+                return m.Done(int(session.instance is not None))
             case m.Register(instance=instance):
                 self._sessions.register(session, instance)
                 return m.Done()
