@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from qkvault.address import UNIX_SCHEME
 from qkvault.client import StoreClient
@@ -25,6 +25,9 @@ from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
+
+if TYPE_CHECKING:
+    from qkvault.publisher import Publisher
 
 _lock: Final = threading.Lock()
 _stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id
@@ -58,6 +61,11 @@ class EmbeddedStore:
         self.driver = StoreDriver(manager, tiers)
         self._server: SocketServer | None = None
         self.num_users = 0
+        try:
+            self._publisher = _publish(config, self.driver)
+        except BaseException:
+            self.driver.close(drain_seconds=0.0)
+            raise
 
     def connect(self, client: str) -> StoreClient:
         """A new session, in this process."""
@@ -74,6 +82,8 @@ class EmbeddedStore:
         """End all sessions, finish what was begun, give back memory and threads. Idempotent."""
         if self._server is not None:
             self._server.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self.driver.close(purge=not self.config.disk_keep)
 
 
@@ -125,6 +135,17 @@ def socket_address(instance_id: str) -> str:
         msg = f"{folder} is not a folder that only this user can write to"
         raise ConfigError(msg)
     return f"{UNIX_SCHEME}{folder}/{instance_id}.sock"
+
+
+def _publish(config: Config, driver: StoreDriver) -> Publisher | None:
+    if not config.events_endpoint:
+        return None
+    try:
+        from qkvault.publisher import Publisher  # only when it is chosen
+    except ImportError as error:
+        msg = "events_endpoint needs the package pyzmq: pip install 'qkvault[server]'"
+        raise ConfigError(msg) from error
+    return Publisher(driver, config.events_endpoint, config.events_replay_endpoint, config.events_topic)
 
 
 def _open_tiers(config: Config) -> list[Tier]:

@@ -26,6 +26,7 @@ from qkvault.integrations.vllm.compat import (
     KVConnectorRole,
     SupportsHMA,
 )
+from qkvault.integrations.vllm.events import EngineEvents
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
 from qkvault.integrations.vllm.scheduler import Engine, SchedulerSide
 from qkvault.integrations.vllm.worker import WorkerSide
@@ -99,6 +100,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         self._store: embedded.EmbeddedStore | None = None
+        self._events: EngineEvents | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler()
 
@@ -117,6 +119,9 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             embedded.release(store)
             raise
         self._store = store
+        published = self._vllm_config.kv_events_config
+        if published is not None and published.enable_kv_cache_events and not self._config.events_endpoint:
+            self._events = EngineEvents(store.driver) if store.num_users == 1 else None  # the first engine tells of it
         engine = Engine(
             self._layout.block_size,
             can_load=transfer_config.is_kv_consumer,
@@ -241,9 +246,10 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.reset()
         return True
 
+    @_guarded(tuple)
     def take_events(self) -> Iterable[object]:
-        """None yet."""
-        return ()
+        """What the store has to tell, if vLLM publishes events and the store does not do so itself."""
+        return self._events.take() if self._events is not None else ()
 
     @_guarded(_nothing)
     def shutdown(self) -> None:
