@@ -136,11 +136,6 @@ class RequestIdentity(msgspec.Struct, frozen=True):
         return None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it adds nothing to tokens, but for media: no salt, no adapter, no tags."""
-        return not (self.cache_salt or self.adapter or self.tags)
-
-    @property
     def cache_salt_digest(self) -> str:
         """32 hex digits that stand for the salt in names; empty without a salt."""
         if not self.cache_salt:
@@ -170,7 +165,8 @@ class RequestIdentity(msgspec.Struct, frozen=True):
         digest = hashlib.sha256(b"".join(fields)).digest()
         if scheme != "builtin":
             return digest
-        return bytes(HASH_BYTES) if self.is_plain else digest[:8].rjust(HASH_BYTES, b"\0")
+        is_plain = not (self.cache_salt or self.adapter or self.tags)
+        return bytes(HASH_BYTES) if is_plain else digest[:8].rjust(HASH_BYTES, b"\0")
 
     def extra_of(self, start: int, end: int) -> bytes:
         """What the media add to the hash of the chunk of tokens [start, end); empty if no span touches it."""

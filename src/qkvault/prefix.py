@@ -89,7 +89,8 @@ class Prefix:
 
     def _flags(self, first: int, stop: int) -> int:
         identity = self._hasher.identity
-        is_plain = identity.is_plain and all(span.start >= stop for span in identity.media)
+        is_plain = not (identity.cache_salt or identity.adapter or identity.tags)
+        is_plain = is_plain and all(span.start >= stop for span in identity.media)
         return (0 if first else FIRST) | (PLAIN if is_plain else 0)
 
     def _compared(self, number: int, tokens: bytes | None = None) -> bytes:

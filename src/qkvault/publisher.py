@@ -180,7 +180,7 @@ class Publisher:
             _limited.warning("replay_malformed", num_frames=len(request))
             return
         oldest = self._sequence - len(self._sent)
-        first = int.from_bytes(start, "big")
+        first = min(int.from_bytes(start, "big"), self._sequence)
         if first < oldest:
             self._is_restart_due = True  # what he needs is gone: tell all anew, to everybody
         for sent in islice(self._sent, max(0, first - oldest), None):
