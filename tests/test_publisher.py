@@ -4,8 +4,14 @@ missed. It speaks plain ZeroMQ and decodes with vLLM's own classes.
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import socket
+import subprocess
 import time
+import urllib.error
+import urllib.request
 from contextlib import closing, contextmanager
 
 import msgspec
@@ -26,6 +32,8 @@ from qkvault.wire import messages as m
 zmq = pytest.importorskip("zmq", reason="pyzmq is of the extra `server`")
 pytestmark = pytest.mark.vllm
 
+# An interpreter with the package ai-dynamo-runtime, which is not among our dependencies.
+DYNAMO_PYTHON = os.environ.get("QKV_DYNAMO_PYTHON")
 CHUNK, BLOCK, TOKEN_PAYLOAD_BYTES, WAIT_SECONDS = 32, 16, 64, 20.0
 SPACE = KeySpace(model_name="m", model_fingerprint="f", dtype="float16", tensors="t", chunk_size=CHUNK)
 ANYWHERE = "tcp://127.0.0.1:*"
@@ -437,3 +445,114 @@ def test_without_an_endpoint_nothing_is_imported_or_kept(silent):
         assert store._publisher is None
         assert len(store.driver.manager.ledger.feed) == 0
         assert isinstance(store.connect("x").status(), m.Status)
+
+
+class Dynamo:
+    """Dynamo's standalone indexer, in a process of its own, listening to one store."""
+
+    def __init__(self, publisher, log):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [DYNAMO_PYTHON, "-m", "dynamo.indexer", "--port", str(self.port)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        self.publisher = publisher
+        try:
+            self.register()
+        except BaseException:
+            self.close()
+            raise
+
+    def register(self):
+        self.until(lambda: self.ask("/workers") == [])
+        self.ask(
+            "/register",
+            instance_id=7,
+            endpoint=self.publisher.endpoint,
+            replay_endpoint=self.publisher.replay_endpoint,
+            model_name="m",
+            block_size=CHUNK,
+        )
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait(WAIT_SECONDS)
+
+    def ask(self, path, **body):
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return json.load(answer)
+
+    def counts(self, word):
+        """Tokens of ``word`` in a device's memory, in RAM, and in RAM or below."""
+        found = self.ask("/query", token_ids=ids_of(word), model_name="m")["instances"].get("7", {})
+        return tuple(found.get(place, 0) for place in ("gpu", "cpu", "disk"))
+
+    def until(self, holds):
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                if holds():
+                    return
+            except urllib.error.URLError:
+                pass  # it is still starting
+            assert time.monotonic() < deadline, "it did not come about"
+            time.sleep(0.05)
+
+    def learns(self, **wanted):
+        self.until(lambda: all(self.counts(word) == counts for word, counts in wanted.items()))
+
+
+@pytest.mark.skipif(not DYNAMO_PYTHON, reason="QKV_DYNAMO_PYTHON names no interpreter with ai-dynamo-runtime")
+def test_dynamo_counts_what_the_store_has(config, tmp_path, monkeypatch):
+    """B234: stored before it listened, evicted, loaded, replaced, salted, cleared, lost, and after a restart."""
+    monkeypatch.setattr(publishing, "_QUIET_SECONDS", 0.5)
+    with (tmp_path / "log").open("w") as log, closing(EmbeddedStore(config)) as store:
+        tenant, other = Tenant(store), Tenant(store, identity=RequestIdentity(cache_salt="s"))
+        tenant.save("aabb")
+        assert store.driver.drain(WAIT_SECONDS)
+        time.sleep(0.2)
+        with closing(Dynamo(store._publisher, log)) as dynamo:
+            dynamo.learns(aabb=(0, 64, 64), xx=(0, 0, 0))
+            tenant.save("aabbcc")
+            other.save("xxyy")
+            dynamo.learns(aabbccdd=(0, 96, 96), xxyy=(0, 0, 0))
+            assert store.driver.drain(WAIT_SECONDS)
+            tenant.client.clear(lower_tiers=False)
+            dynamo.learns(aabbccdd=(0, 0, 96))
+            tenant.client.release(tenant.find("aabb"))
+            dynamo.learns(aabbccdd=(0, 64, 96))
+            for n in range(30):
+                tenant.save("ef" + chr(ord("g") + n) * 2)
+            assert store.driver.drain(WAIT_SECONDS)
+            here = contents(store.driver)
+            counts = [
+                sum(32 for end in (2, 4, 6) if (tenant.hash_of("aabbcc"[:end]), medium) in here)
+                for medium in ("CPU", "STORAGE")
+            ]
+            assert counts[0] < 64
+            dynamo.learns(aabbcc=(0, counts[0], max(counts)))
+            tenant.client.clear()
+            dynamo.learns(aabbcc=(0, 0, 0), efgg=(0, 0, 0))
+            store.driver.manager.ledger.feed.max_waiting = 1
+            for word in ("aabb", "ccdd", "eeff"):
+                tenant.save(word)
+            tenant.client.clear()
+            assert store.driver.drain(WAIT_SECONDS)  # what is to go is gone
+            tenant.save("ccddee")
+            assert store.driver.drain(WAIT_SECONDS)
+            dynamo.learns(aabb=(0, 0, 0), eeff=(0, 0, 0), ccddee=(0, 96, 96))
+            assert dynamo.ask("/dump")["m:default"]["block_size"] == CHUNK
+            dynamo.publisher.close()
+            dynamo.learns(ccddee=(0, 0, 0))
+    with (
+        (tmp_path / "log").open("a") as log,
+        closing(EmbeddedStore(config)) as store,
+        closing(Dynamo(store._publisher, log)) as dynamo,
+    ):
+        dynamo.learns(ccddee=(0, 0, 96))
+    assert "panicked" not in (tmp_path / "log").read_text()
