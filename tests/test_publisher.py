@@ -213,7 +213,7 @@ def test_a_router_knows_what_the_store_has(config, seed):
             router.learns(lambda: contents(store.driver))
         assert {medium for _, medium in router.view} <= {"CPU", "STORAGE"}
         with closing(Router(store._publisher)) as late:
-            assert late.replay(0)[0] == 0
+            assert late.replay(0)[0] == store._publisher._first
             assert late.view == router.view
             act_at_random(rng, tenants, leases, 25)
             assert store.driver.drain(WAIT_SECONDS)
@@ -375,16 +375,38 @@ def test_at_the_end_all_is_gone(config):
         store.close()
 
 
+def test_a_store_that_came_back_is_not_taken_for_the_one_that_died(config, monkeypatch):
+    """B237: who died without a word, and is there again at the same endpoint, goes on with higher numbers."""
+    with closing(EmbeddedStore(config)) as store:
+        publisher = store._publisher
+        router = Router(publisher)
+        for word in ("aabb", "ccdd"):
+            Tenant(store).save(word)
+            assert store.driver.drain(WAIT_SECONDS)
+            router.learns(lambda: contents(store.driver))
+        monkeypatch.setattr(publisher, "_send", lambda *_: None)
+    ends = {"events_endpoint": publisher.endpoint, "events_replay_endpoint": publisher.replay_endpoint}
+    fresh = msgspec.structs.replace(config, disk_path=f"{config.disk_path}2", **ends)
+    with closing(router), closing(EmbeddedStore(fresh)) as store:
+        assert len(router.view) == 8
+        Tenant(store).save("xx")
+        time.sleep(0.5)  # the router is connected again
+        Tenant(store).save("yy")
+        assert store.driver.drain(WAIT_SECONDS)
+        router.learns(lambda: contents(store.driver))
+        assert len(router.view) == 4
+
+
 def test_nonsense_is_not_answered(config):
     """B238: nor does it keep others from their answers."""
     with closing(EmbeddedStore(config)) as store, closing(Router(store._publisher)) as router:
         for frames in ([b""], [b"", b"short"], [b"", b"", bytes(8), bytes(8)], [b"x" * 100_000]):
             router.past.send_multipart(frames)
-        assert router.replay(0)[0] == 0
+        assert router.replay(0)[0] == store._publisher._first
         assert router.replay(2**64 - 1) == []
         router.past.send(bytes(8))  # without the empty frame
         assert router.past.poll(WAIT_SECONDS * 1000)
-        assert router.past.recv_multipart()[1] == bytes(8)
+        assert router.past.recv_multipart()[1] == store._publisher._first.to_bytes(8, "big")
 
 
 def test_who_does_not_listen_holds_nobody_up(silent, monkeypatch):

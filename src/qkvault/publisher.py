@@ -66,7 +66,8 @@ class Publisher:
         self._translator = Translator()
         self._encoder = msgspec.msgpack.Encoder()
         self._topics: list[bytes] = []  # that something was sent on
-        self._sequence = 0  # of the next batch
+        self._first = _first_sequence()
+        self._sequence = self._first  # of the next batch
         self._sent: deque[_Sent] = deque()
         self._sent_bytes = 0
         self._last_seconds = time.monotonic()  # when something was sent
@@ -180,12 +181,17 @@ class Publisher:
             _limited.warning("replay_malformed", num_frames=len(request))
             return
         oldest = self._sequence - len(self._sent)
-        first = min(int.from_bytes(start, "big"), self._sequence)
+        first = min(max(int.from_bytes(start, "big"), self._first), self._sequence)
         if first < oldest:
             self._is_restart_due = True  # what he needs is gone: tell all anew, to everybody
         for sent in islice(self._sent, max(0, first - oldest), None):
             replay.send_multipart([*envelope, *sent])
         replay.send_multipart([*envelope, b"", _END, b""])
+
+
+def _first_sequence() -> int:
+    """Beyond all of an earlier run: a router that knows that one sees that it has missed something."""
+    return time.time_ns() // 1000
 
 
 def _bound(socket: zmq.Socket[bytes]) -> str:
