@@ -18,15 +18,28 @@ from qkvault.events import (
 )
 from qkvault.image import FIRST, PLAIN
 from qkvault.keys import KeySpace
+from qkvault.layout import ChunkLayout
+from qkvault.spaces import SpaceDescription
 from qkvault.tokens import token_bytes
 from qkvault.types import CacheKind, Medium
 
 SPACE = KeySpace(model_name="m", model_fingerprint="f", dtype="float16", tensors="t", chunk_size=4)
+LAYOUT = ChunkLayout(
+    kind=CacheKind.KV,
+    dtype="float16",
+    num_layers=1,
+    num_heads=1,
+    head_size=8,
+    num_parts=2,
+    block_size=16,
+    chunk_size=16,
+    order="LBHNPD",
+)
 HEAD, TAIL = (SPACE.chunk_key(bytes([n]) * 32) for n in (1, 0xFE))
 
 
 def described(space):
-    return msgspec.msgpack.encode({"space": space, "layout": {"any": "thing"}})
+    return SpaceDescription(space, LAYOUT).encode()
 
 
 def stored(key=HEAD, space=SPACE, **changes):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import msgspec
 
 from qkvault import embedded
-from qkvault.client import StoreClient
+from qkvault.connecting import open_client
 from qkvault.engine import CacheEngine, EngineMetadata
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class CacheEngineBuilder:
 
 def _build(config: Config, metadata: EngineMetadata, tensors: Sequence[torch.Tensor]) -> _Built:
     store = embedded.acquire(config) if config.address is None else None
-    client = None
+    client, instance_id = None, config.instance_id
     try:
-        client = _connect(config) if store is None else store.connect(config.instance_id)
+        client = open_client(config, instance_id) if store is None else store.connect(instance_id)
         engine = CacheEngine(config, metadata, tensors, client)
     except BaseException:
         if client is not None:
@@ -74,9 +74,3 @@ def _build(config: Config, metadata: EngineMetadata, tensors: Sequence[torch.Ten
             embedded.release(store)
         raise
     return _Built(engine, store, tuple(tensor.data_ptr() for tensor in tensors))
-
-
-def _connect(config: Config) -> StoreClient:
-    from qkvault.wire.sockets import SocketTransport  # only when there is a server
-
-    return StoreClient(SocketTransport(config.address or "", config.instance_id))

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
-from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkRef, NewChunk
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkRef, Medium, NewChunk
 from qkvault.wire import messages as m
 from qkvault.wire.transport import PoolView, Transport
 
 R = TypeVar("R", bound=m.Reply)
 
-_GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
 _NAP_SECONDS: Final = 0.005  # between two looks at a lease with chunks on their way
 _ERRORS: Final[dict[str, type[Exception]]] = {"protocol": ProtocolError, "invariant": InvariantError}
 
@@ -50,19 +49,57 @@ class StoreClient:
         if all whole chunks are found, or none that shares a beginning; two if the prompt leaves another in the middle
         of a chunk. The lease is the caller's to ``release``; a ``lease_id`` of 0 means that nothing was found.
         """
+        return self.find_each([(root, keys)], checks, tokens_of, search_range=search_range)[0]
+
+    def find_each(
+        self,
+        chains: Sequence[tuple[bytes, bytes]],
+        checks: bytes,
+        tokens_of: Callable[[int], bytes],
+        *,
+        search_range: Sequence[str] | None = None,
+    ) -> list[m.Located]:
+        """``find`` for several chains (root, keys) of the same tokens, one for each rank, in as many messages."""
         media = _tuple(search_range)
-        tail = tokens_of(len(keys) // KEY_BYTES)
-        if len(tail) < _GRAIN_BYTES:
-            tail = b""
-        found = self._ask(m.Lookup(root, keys, checks, tail, media), m.Located)
-        if not found.can_fork:
-            return msgspec.structs.replace(found, ready=found.ready.with_asked(keys))
-        num_chunks = len(found.ready) + found.num_pending
-        tokens = tokens_of(num_chunks)
-        if len(tokens) < _GRAIN_BYTES:
-            return msgspec.structs.replace(found, ready=found.ready.with_asked(keys))
+        num_chunks = len(chains[0][1]) // KEY_BYTES
+        lookups = [m.Lookup(root, keys, checks, _grains(tokens_of(num_chunks)), media) for root, keys in chains]
+        found = [
+            replace(located, ready=located.ready.with_asked(keys))
+            for located, (_, keys) in zip(self._ask_each(lookups), chains, strict=True)
+        ]
+        forks = {}
+        for at, (located, (root, keys)) in enumerate(zip(found, chains, strict=True)):
+            number = len(located.ready) + located.num_pending
+            if located.can_fork and (tokens := _grains(tokens_of(number))):
+                parent = keys[(number - 1) * KEY_BYTES : number * KEY_BYTES] if number else root
+                forks[at] = m.Match(located.lease_id, parent, tokens, media)
+        for at, located in zip(forks, self._ask_each(list(forks.values())), strict=True):
+            found[at] = located
+        return found
+
+    def poll_each(self, lease_ids: Sequence[int]) -> list[m.Located]:
+        """``poll`` several leases in one message."""
+        return list(self._ask_each([m.Poll(lease_id) for lease_id in lease_ids]))
+
+    def inspect(
+        self,
+        root: bytes,
+        keys: bytes,
+        checks: bytes,
+        tokens_of: Callable[[int], bytes],
+        *,
+        search_range: Sequence[str] | None = None,
+    ) -> m.Inspected:
+        """How much of a prompt ``find`` would find, and where. Nothing is leased, and nothing moves."""
+        media = _tuple(search_range)
+        tail = _grains(tokens_of(len(keys) // KEY_BYTES))
+        found = self._ask(m.Inspect(root, keys, checks, tail, media), m.Inspected)
+        num_chunks = sum(found.chunks.values())
+        if not found.can_fork or not _grains(tokens_of(num_chunks)):
+            return found
         parent = keys[(num_chunks - 1) * KEY_BYTES : num_chunks * KEY_BYTES] if num_chunks else root
-        return self._ask(m.Match(found.lease_id, parent, tokens, media), m.Located)
+        more = self._ask(m.Inspect(parent, b"", b"", tokens_of(num_chunks), media), m.Inspected)
+        return m.Inspected(_sum(found.tokens, more.tokens), _sum(found.chunks, more.chunks))
 
     def poll(self, lease_id: int) -> m.Located:
         """How far the chunks of a read lease have come. Renews it."""
@@ -118,10 +155,6 @@ class StoreClient:
         """Say which process of which engine this session is. Repeating it is fine."""
         self._ask(m.Register(instance), m.Done)
 
-    def several(self, requests: Sequence[m.Lookup | m.Match | m.Poll]) -> tuple[m.Located, ...]:
-        """Ask all of ``requests`` in one message."""
-        return self._ask(m.Several(tuple(requests)), m.Each).replies
-
     def status(self) -> m.Status:
         """What is going on."""
         return self._ask(m.GetStatus(), m.Status)
@@ -134,6 +167,15 @@ class StoreClient:
         """End the session: its leases end with it. Idempotent."""
         self._transport.close()
 
+    def _ask_each(self, requests: Sequence[m.Lookup | m.Match | m.Poll]) -> Sequence[m.Located]:
+        if len(requests) <= 1:
+            return [self._ask(request, m.Located) for request in requests]
+        replies = self._ask(m.Several(tuple(requests)), m.Each).replies
+        if len(replies) != len(requests):
+            msg = f"{len(requests)} questions, {len(replies)} answers"
+            raise ProtocolError(msg)
+        return replies
+
     def _ask(self, request: m.AnyRequest, expected: type[R]) -> R:
         reply = self._transport.call(request)
         if isinstance(reply, expected):
@@ -142,6 +184,15 @@ class StoreClient:
             raise _ERRORS.get(reply.code, Unavailable)(reply.message)
         msg = f"{type(request).__name__} was answered with {type(reply).__name__}"
         raise ProtocolError(msg)
+
+
+def _grains(tokens: bytes) -> bytes:
+    """``tokens``, or nothing if they are less than what can match."""
+    return tokens if len(tokens) >= GRAIN_TOKENS * TOKEN_BYTES else b""
+
+
+def _sum(one: dict[Medium, int], other: dict[Medium, int]) -> dict[Medium, int]:
+    return {medium: one.get(medium, 0) + other.get(medium, 0) for medium in {**one, **other}}
 
 
 def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -177,6 +177,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "info"
     metrics: Annotated[bool, Meta(description="Count and export metrics.")] = True
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes than this one, or a later one, read the keys."""
+        return self.disk_path is not None or self.address is not None
+
     def __post_init__(self) -> None:
         """Refuse what the types allow and the cache cannot do. Raises ConfigError."""
         for name in self.__struct_fields__:
@@ -200,6 +205,12 @@ class Loaded(msgspec.Struct, frozen=True):
 
     config: Config
     sources: dict[str, str]
+
+    def shown(self) -> dict[str, tuple[object, str]]:
+        """Each setting's value, as it may be shown, and its source."""
+        values = {name: getattr(self.config, name) for name in self.sources}
+        values |= {name: "(set)" for name in SECRETS if values[name]}
+        return {name: (value, self.sources[name]) for name, value in values.items()}
 
 
 class _Setting(NamedTuple):

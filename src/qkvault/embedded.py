@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from qkvault.address import UNIX_SCHEME
 from qkvault.client import StoreClient
 from qkvault.config import Config
+from qkvault.connecting import socket_address
 from qkvault.errors import ConfigError
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
-from qkvault.store.driver import StoreDriver
+from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
@@ -29,6 +25,9 @@ from qkvault.wire.server import SocketServer
 if TYPE_CHECKING:
     from qkvault.publisher import Publisher
 
+__all__ = ["EmbeddedStore", "acquire", "find", "open_driver", "publish", "release", "socket_address"]
+
+_PLAIN: Final = Traits()
 _lock: Final = threading.Lock()
 _stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id
 
@@ -44,25 +43,11 @@ class EmbeddedStore:
         self.config = config
         self.is_shared = shared
         self.epoch = time.time_ns()
-        policy = POLICIES.load(config.cache_policy)
-        tiers = _open_tiers(config)
-        try:
-            pool = Pool(config.ram_bytes, name="qkvault" if shared else None, prefault=config.prefault)
-        except BaseException:
-            for tier in tiers:
-                tier.close()
-            raise
-        books = [
-            TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, policy())
-            for number, tier in enumerate(tiers)
-        ]
-        manager = StorageManager(pool, policy(), books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
-        manager.is_frozen = config.start_frozen
-        self.driver = StoreDriver(manager, tiers)
+        self.driver = open_driver(config, shared=shared)
         self._server: SocketServer | None = None
         self.num_users = 0
         try:
-            self._publisher = _publish(config, self.driver)
+            self._publisher = publish(config, self.driver)
         except BaseException:
             self.driver.close(drain_seconds=0.0)
             raise
@@ -85,6 +70,28 @@ class EmbeddedStore:
         if self._publisher is not None:
             self._publisher.close()
         self.driver.close(purge=not self.config.disk_keep)
+
+
+def open_driver(config: Config, *, shared: bool, traits: Traits = _PLAIN) -> StoreDriver:
+    """A running store as the settings want it: pool, tiers and driver. ``traits`` is what it tells its clients.
+
+    Raises ConfigError, leaving nothing behind.
+    """
+    policy = POLICIES.load(config.cache_policy)
+    tiers = _open_tiers(config)
+    try:
+        pool = Pool(config.ram_bytes, name="qkvault" if shared else None, prefault=config.prefault)
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    books = [
+        TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, policy())
+        for number, tier in enumerate(tiers)
+    ]
+    manager = StorageManager(pool, policy(), books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
+    manager.is_frozen = config.start_frozen
+    return StoreDriver(manager, tiers, traits=traits)
 
 
 def acquire(config: Config, *, shared: bool = False) -> EmbeddedStore:
@@ -118,26 +125,8 @@ def release(store: EmbeddedStore) -> None:
             store.close()
 
 
-def socket_address(instance_id: str) -> str:
-    """Where the store of an instance answers other processes of the same user: the same in all of them.
-
-    Raises ConfigError if others than this user could put something there.
-    """
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    folder = base / f"qkvault-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        msg = f"{folder} cannot be made: {error}"
-        raise ConfigError(msg) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        msg = f"{folder} is not a folder that only this user can write to"
-        raise ConfigError(msg)
-    return f"{UNIX_SCHEME}{folder}/{instance_id}.sock"
-
-
-def _publish(config: Config, driver: StoreDriver) -> Publisher | None:
+def publish(config: Config, driver: StoreDriver) -> Publisher | None:
+    """The publisher that the settings ask for, if they do. To be closed before the driver. Raises ConfigError."""
     if not config.events_endpoint:
         return None
     try:

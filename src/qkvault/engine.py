@@ -98,8 +98,7 @@ class CacheEngine:
         self.config, self.metadata = config, metadata
         self.stats = StatsMonitor()
         self.is_healthy = True  # whether the store could be reached when it was last asked
-        self._is_shared = config.disk_path is not None or config.address is not None
-        load_scheme(config.hash_algorithm, shared=self._is_shared)  # what is wrong with it is wrong at start
+        load_scheme(config.hash_algorithm, shared=config.is_shared)  # what is wrong with it is wrong at start
         self._space = metadata.space(config)
         self._client, self._paged = client, paged
         self._transfer = Transfer(client, paged, self._space, stats=self.stats)
@@ -262,7 +261,7 @@ class CacheEngine:
 
     def _prefix(self, tokens: Tokens, identity: RequestIdentity) -> Prefix:
         with self.stats.stage("process_tokens", num_tokens=len(tokens)):
-            return Prefix(self._space, identity, tokens, shared=self._is_shared)
+            return Prefix(self._space, identity, tokens, shared=self.config.is_shared)
 
     def _save(self, items: Sequence[SaveItem]) -> tuple[SaveReport, int]:
         """Store ``items``, and wait for it. Returns what became of them and how many chunks became readable."""

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from qkvault.image import FIRST, PLAIN
-from qkvault.keys import KeySpace
+from qkvault.spaces import SpaceDescription
 from qkvault.types import SPACE_BYTES, TOKEN_BYTES, CacheKind, Medium
 
 CPU: Final = "CPU"  # the wire's names of media; a consumer does not count what it does not know
@@ -115,14 +115,10 @@ class Translator:
         return self._models.get(space_id)
 
 
-class _Description(msgspec.Struct):
-    space: KeySpace
-
-
 def _told_model(description: bytes, space_id: bytes) -> str | None:
     try:
-        space = msgspec.msgpack.decode(description, type=_Description).space
-    except msgspec.MsgspecError:
+        space = SpaceDescription.decode(description).space
+    except ValueError:
         return None
     is_told = space.kind is CacheKind.KV and space.worker_id == space.layer_group == 0 and space.space_id == space_id
     return space.model_name if is_told else None

@@ -154,14 +154,16 @@ def read_status(metric: Metric, status: Status) -> Values:
 
 
 class _Source(msgspec.Struct):
-    stats: Callable[[], Stats]
+    stats: Callable[[], Stats] | None
     status: Callable[[], Status] | None
     last_status: Status | None = None
 
     def read(self) -> dict[str, Values]:
         """Metric name to its numbers. While the store does not answer: what it last said."""
-        stats = self.stats()
-        found = {metric.name: read_stats(metric, stats) for metric in ENGINE_METRICS}
+        found: dict[str, Values] = {}
+        if self.stats is not None:
+            stats = self.stats()
+            found = {metric.name: read_stats(metric, stats) for metric in ENGINE_METRICS}
         if self.status is not None:
             try:
                 self.last_status = self.status()
@@ -178,12 +180,13 @@ class MetricsExporter:
     """A Prometheus collector with a registry of its own, so that it never meets the names of its host.
 
     ``stats`` is a ``StatsMonitor.snapshot``; ``status`` asks the store and may raise Unavailable. Without ``status``
-    the metrics of the store are left out: somebody else exports them.
+    the metrics of the store are left out: somebody else exports them. Without ``stats`` those of an engine are: a
+    server has none.
     """
 
     def __init__(
         self,
-        stats: Callable[[], Stats],
+        stats: Callable[[], Stats] | None,
         status: Callable[[], Status] | None = None,
         *,
         instance_id: str = "default",
@@ -195,7 +198,13 @@ class MetricsExporter:
         self.add(stats, status, instance_id=instance_id)
         self.registry.register(self)
 
-    def add(self, stats: Callable[[], Stats], status: Callable[[], Status] | None = None, *, instance_id: str) -> None:
+    def add(
+        self,
+        stats: Callable[[], Stats] | None,
+        status: Callable[[], Status] | None = None,
+        *,
+        instance_id: str,
+    ) -> None:
         """Export another engine of this process too, or replace the one of that name."""
         self._sources[instance_id] = _Source(stats, status)
 

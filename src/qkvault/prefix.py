@@ -47,15 +47,26 @@ class Prefix:
 
         The run begins at ``start_chunk``: what is before it need not be cached, and is not touched.
         """
+        return self.find_each(client, (self._space,), start_chunk=start_chunk, search_range=search_range)[0]
+
+    def find_each(
+        self,
+        client: StoreClient,
+        spaces: Sequence[KeySpace],
+        *,
+        start_chunk: int = 0,
+        search_range: Sequence[str] | None = None,
+    ) -> list[Located]:
+        """``find`` in several spaces that differ in the rank only. Raises Unavailable."""
         hashes = self._hasher.hashes[start_chunk:]
-        keys = self._space.chunk_keys(hashes)
-        root = self._space.chunk_key(self._hasher.parent_of(start_chunk))
+        parent = self._hasher.parent_of(start_chunk)
+        chains = [(space.chunk_key(parent), space.chunk_keys(hashes)) for space in spaces]
         if self._hasher.identity.media:
             checks = b"".join(check_of(self._compared(start_chunk + number)) for number in range(len(hashes)))
         else:
             checks = self._hasher.checks[start_chunk * SKETCH_BYTES :]
-        return client.find(
-            root, keys, checks, lambda number: self._compared(start_chunk + number), search_range=search_range
+        return client.find_each(
+            chains, checks, lambda number: self._compared(start_chunk + number), search_range=search_range
         )
 
     def agrees_with(self, tokens: Tokens, identity: RequestIdentity) -> bool:

@@ -22,18 +22,12 @@ from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
 from qkvault.logs import get_logger
 from qkvault.paged import PagedConnector, PageRun
+from qkvault.spaces import SpaceDescription
 from qkvault.stats import StatsMonitor
 from qkvault.types import TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk, Outcome
 
 _PART_BYTES: Final = 128 << 20
 _log = get_logger("transfer")
-
-
-class SpaceDescription(msgspec.Struct, frozen=True):
-    """What an image tells of its chunk besides the tokens: whose it is, and how its payload is laid out."""
-
-    space: KeySpace
-    layout: ChunkLayout
 
 
 class SaveItem(NamedTuple):
@@ -115,7 +109,7 @@ class Transfer:
         self.layout = paged.layout
         self.num_published = 0  # chunks that became readable so far; a save whose lease ran out adds none
         self._stats = stats if stats is not None else StatsMonitor()
-        self._description = msgspec.msgpack.encode(SpaceDescription(space, self.layout))
+        self._description = SpaceDescription(space, self.layout).encode()
         self._header_bytes = header_bytes_for(self.layout.chunk_size, len(self._description))
         self._num_in_part = max(1, _PART_BYTES // self.layout.payload_bytes(self.layout.chunk_size))
         self._layouts: dict[bytes, ChunkLayout | None] = {self._description: self.layout}  # None: cannot be read
@@ -224,6 +218,17 @@ class Transfer:
             self._copying[0][0].synchronize()
             self.settle()
 
+    def abandon(self) -> None:
+        """Block until a device has finished all copies; none of them is committed. For a session that has failed."""
+        self._synchronize()
+        self._copying.clear()
+
+    def _synchronize(self) -> None:
+        if self.paged.device.type != "cpu":
+            begun = torch.Event(self.paged.device)
+            begun.record()
+            begun.synchronize()
+
     def _began(self, copied: torch.Event | None, copy: _Copy) -> None:
         if copied is None:
             self._ended(copy)
@@ -241,11 +246,8 @@ class Transfer:
                 self.num_published += self.client.commit(copy.lease_id)
 
     def _abort(self, lease_id: int) -> None:
-        if self.paged.device.type != "cpu":
-            # What the device has begun it goes on with: the slots must not get another owner before it is through.
-            begun = torch.Event(self.paged.device)
-            begun.record()
-            begun.synchronize()
+        # What the device has begun it goes on with: the slots must not get another owner before it is through.
+        self._synchronize()
         with suppress(Unavailable):
             self.client.abort(lease_id)
 
@@ -287,12 +289,12 @@ class Transfer:
     def _layout_in(self, description: bytes) -> ChunkLayout | None:
         """The layout that an image describes; None if this engine can neither copy nor convert it."""
         try:
-            layout = msgspec.msgpack.decode(description, type=SpaceDescription).layout
+            layout = SpaceDescription.decode(description).layout
             if not layout.has_same_pages(self.layout):
                 self.layout.require_same_tensors(layout)
                 layout.require_viewable()
                 self.layout.require_viewable()
-        except (msgspec.MsgspecError, LayoutMismatch) as error:
+        except (ValueError, LayoutMismatch) as error:
             _log.warning("chunks_of_unreadable_layout", error=error)
             return None
         return layout

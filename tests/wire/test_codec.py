@@ -23,6 +23,7 @@ REQUESTS = [
     m.Register(INSTANCE),
     m.Lookup(KEY, KEY + KEY, b"12345678", b"tail", ("ram", "disk")),
     m.Lookup(KEY, b"", b""),
+    m.Inspect(KEY, KEY, b"1234", b"tail", ("disk",)),
     m.Match(3, KEY, b"tokens", ("ram",)),
     m.Poll(2**40),
     m.Release((1, 2, 3)),
@@ -46,6 +47,7 @@ REPLIES = [
         can_fork=True,
         pending_tokens={Medium.DISK: 32},
     ),
+    m.Inspected({Medium.RAM: 64}, {Medium.RAM: 2}, can_fork=True),
     m.Reserved(0, (Outcome.PRESENT, Outcome.NO_ROOM), (-1, -1)),
     m.Done(7),
     m.Status(
@@ -58,6 +60,7 @@ REPLIES = [
         False,
         {"lookups": 1},
         (m.InstanceStatus(INSTANCE, 0.5, 1),),
+        (b"space",),
     ),
     m.Failed("protocol", "why"),
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from qkvault.cli import check, config, doctor
+from qkvault.cli import check, config, doctor, serve
 from qkvault.cli.output import JsonOption, print_json
 from qkvault.errors import ConfigError, QKVaultError
 
@@ -37,6 +37,7 @@ app = typer.Typer(
 app.add_typer(config.app, name="config")
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
+app.command("serve")(serve.serve)
 
 
 @app.command()

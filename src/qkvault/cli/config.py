@@ -21,19 +21,20 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALU
 @app.command()
 def show(*, file: FileOption = None, settings: SetOption = None, as_json: JsonOption = False) -> None:
     """Print every setting in force, and where its value came from."""
-    from qkvault.config import SECRETS, load
+    from qkvault.config import load
     from qkvault.units import format_size
 
-    loaded = load(file, cli=_split(settings or []))
-    values = {name: getattr(loaded.config, name) for name in loaded.sources}
-    values |= {name: "(set)" for name in SECRETS if values[name]}
+    values = load(file, cli=split(settings)).shown()
     if as_json:
-        print_json({name: {"value": value, "source": loaded.sources[name]} for name, value in values.items()})
+        print_json({name: {"value": value, "source": source} for name, (value, source) in values.items()})
         return
     rows = []
-    for name, value in values.items():
-        shown = format_size(value) if name.endswith("_bytes") else "" if value is None else str(value)
-        rows.append((name, shown.lower() if isinstance(value, bool) else shown, loaded.sources[name]))
+    for name, (value, source) in values.items():
+        if name.endswith("_bytes") and isinstance(value, int):
+            shown = format_size(value)
+        else:
+            shown = "" if value is None else str(value)
+        rows.append((name, shown.lower() if isinstance(value, bool) else shown, source))
     print_table(("setting", "value", "source"), rows)
 
 
@@ -68,9 +69,10 @@ def schema(*, as_json: JsonOption = False) -> None:
     print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **page})
 
 
-def _split(settings: list[str]) -> dict[str, str]:
+def split(settings: list[str] | None) -> dict[str, str]:
+    """Settings of ``--set`` by name. Raises ConfigError."""
     pairs = {}
-    for setting in settings:
+    for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals:
             msg = f"--set {setting!r}: expected NAME=VALUE"

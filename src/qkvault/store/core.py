@@ -27,7 +27,7 @@ from qkvault.types import (
     RefRun,
     pack_offsets,
 )
-from qkvault.wire.messages import Located
+from qkvault.wire.messages import Inspected, Located
 
 RAM: Final = Medium.RAM.value  # what RAM is called where tiers are called by name
 _READY: Final = ChunkState.READY  # a member of an enumeration takes ten times as long to look up
@@ -84,6 +84,44 @@ class Core:
         # Whether key number at is in use for other tokens, or on another chain.
         entry = self.index.get(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
         return entry is not None and self._is_reachable(entry, search_range)
+
+    def inspect(
+        self, root: bytes, keys: bytes, checks: bytes, *, tail: bytes = b"", search_range: Container[str] | None = None
+    ) -> Inspected:
+        """What ``lookup`` would find, by medium; nothing is leased, promoted, touched or counted."""
+        num_asked = min(len(keys) // KEY_BYTES, len(checks) // SKETCH_BYTES)
+        run = self.index.run(root, keys[: num_asked * KEY_BYTES])
+        found = self._reachable(self._alike(run, checks), search_range)
+        tokens, chunks = Counter[Medium](), Counter[Medium]()
+        for entry in found:
+            medium = self._medium(entry, search_range)
+            tokens[medium] += entry.num_tokens
+            chunks[medium] += 1
+        last = found[-1] if found else self.index.get(root)
+        can_fork = last is not None and last.has_children
+        if last is not None and tail and len(found) == num_asked:
+            can_fork = False
+            best = self.index.best_child(last.key, sketch_of(tail))
+            if best is not None and self._is_reachable(best[0], search_range) and (shared := self._shared(*best, tail)):
+                medium = self._medium(best[0], search_range)
+                tokens[medium] += shared
+                chunks[medium] += 1
+        return Inspected(dict(tokens), dict(chunks), can_fork)
+
+    def _shared(self, entry: Entry, grains: int, tokens: bytes) -> int:
+        # Leading tokens of entry, in grains, that are those of ``tokens``: compared where its bytes are in RAM.
+        num_tokens = min(grains * GRAIN_TOKENS, entry.num_tokens, len(tokens) // TOKEN_BYTES)
+        if entry.state is not _READY:
+            return num_tokens
+        held = tokens_in(self.room.image(entry), num_tokens)
+        return min(_same_grains(held, tokens[: len(held)]) * GRAIN_TOKENS, num_tokens)
+
+    def _medium(self, entry: Entry, search_range: Container[str] | None) -> Medium:
+        # Where it would be read from.
+        if entry.state is _READY and (search_range is None or RAM in search_range):
+            return Medium.RAM
+        book = self.tiering.book_of(entry, search_range)
+        return book.medium if book is not None else Medium.RAM
 
     def _fork(self, lease: Lease, parent: bytes, tokens: bytes, search_range: Container[str] | None) -> None:
         # Leases the child of parent that shares most of tokens, if there is one.
@@ -166,13 +204,8 @@ class Core:
         wanted = partial.wanted
         if wanted is None or entry.state is not ChunkState.READY:
             return True  # compared already, or as soon as it arrives
-        held = tokens_in(self.room.image(entry), partial.num_tokens)
-        num_grains = 0
-        for start in range(0, len(wanted), _GRAIN_BYTES):
-            if wanted[start : start + _GRAIN_BYTES] != held[start : start + _GRAIN_BYTES]:
-                self.ledger.counters.collisions += 1
-                break
-            num_grains += 1
+        num_grains = _same_grains(tokens_in(self.room.image(entry), partial.num_tokens), wanted)
+        self.ledger.counters.collisions += num_grains * _GRAIN_BYTES < len(wanted)
         partial.num_tokens = min(num_grains * GRAIN_TOKENS, partial.num_tokens)
         partial.wanted = None
         return partial.num_tokens > 0
@@ -261,6 +294,16 @@ def _not_ready(entries: Sequence[Entry]) -> list[int]:
     if states.count(_READY) == len(states):  # nearly always, and a fifth of the time of looking at each
         return []
     return [at for at, state in enumerate(states) if state is not _READY]
+
+
+def _same_grains(held: memoryview, wanted: bytes) -> int:
+    # In how many leading grains they agree; the last one may be shorter.
+    num_grains = 0
+    for start in range(0, len(wanted), _GRAIN_BYTES):
+        if wanted[start : start + _GRAIN_BYTES] != held[start : start + _GRAIN_BYTES]:
+            break
+        num_grains += 1
+    return num_grains
 
 
 def _refs_of(lease: Lease, count: int, num_asked: int) -> ChunkRefs:

@@ -96,8 +96,10 @@ class StoreDriver:
 
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
         """Answer one request. Never raises: what goes wrong is a ``Failed``."""
-        if self._num_scanning and isinstance(request, m.Lookup):
-            self._find_early(request.keys)
+        if self._num_scanning and isinstance(request, m.Lookup | m.Inspect | m.Several):
+            for each in request.requests if isinstance(request, m.Several) else (request,):
+                if isinstance(each, m.Lookup | m.Inspect):
+                    self._find_early(each.keys)
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
             if self._is_closing or session is None:
@@ -288,10 +290,12 @@ class StoreDriver:
                 return self._welcome(version)
             case m.Ping():
                 session.has_pinged = True
-                return m.Done(session.instance is not None)
+                return m.Done(int(session.instance is not None))
             case m.Register(instance=instance):
-                session.instance = instance
+                self._sessions.register(session, instance)
                 return m.Done()
+            case m.Inspect(root=root, keys=keys, checks=checks, tail=tail):
+                return self.manager.inspect(root, keys, checks, tail=tail, search_range=request.search_range)
             case m.Clear(lower_tiers=lower_tiers):
                 return m.Done(self.manager.clear(lower_tiers=lower_tiers))
             case m.Check():
@@ -327,4 +331,5 @@ class StoreDriver:
             num_sessions=len(self._sessions),
             is_scanning=self._num_scanning > 0,
             instances=self._sessions.instances(self._clock(), lambda session_id: len(leases.of_session(session_id))),
+            spaces=self._sessions.spaces,
         )

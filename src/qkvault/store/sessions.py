@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from qkvault.wire.messages import Instance, InstanceStatus
+
+_MAX_SPACES: Final = 256  # descriptions that are remembered, of a few hundred bytes each
+_MAX_SPACE_BYTES: Final = 1 << 12
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class Sessions:
         self.registration_grace_seconds = registration_grace_seconds
         self._sessions: dict[int, Session] = {}
         self._next_id = 1
+        self._spaces: dict[bytes, None] = {}  # in the order in which they were last described
 
     def __len__(self) -> int:
         """How many clients there are."""
@@ -54,6 +59,21 @@ class Sessions:
         if session is not None:
             session.heard_at = now
         return session
+
+    def register(self, session: Session, instance: Instance) -> None:
+        """``session`` is that instance from now on. What it says of its spaces is remembered when it has gone."""
+        session.instance = instance
+        for space in instance.spaces:
+            if len(space) <= _MAX_SPACE_BYTES:
+                self._spaces.pop(space, None)
+                self._spaces[space] = None
+        while len(self._spaces) > _MAX_SPACES:
+            del self._spaces[next(iter(self._spaces))]
+
+    @property
+    def spaces(self) -> tuple[bytes, ...]:
+        """What instances have described so far: the latest last, of very many the oldest forgotten."""
+        return tuple(self._spaces)
 
     def reap(self, now: float) -> list[Instance]:
         """Take instances off the register that have been silent for too long. Returns them."""

@@ -9,7 +9,12 @@ from qkvault.wire.messages import InstanceStatus, Status, TierStatus
 
 
 def status_of(
-    store: Core, *, num_sessions: int, is_scanning: bool, instances: tuple[InstanceStatus, ...] = ()
+    store: Core,
+    *,
+    num_sessions: int,
+    is_scanning: bool,
+    instances: tuple[InstanceStatus, ...] = (),
+    spaces: tuple[bytes, ...] = (),
 ) -> Status:
     """What is where, how full it is, and what happened so far."""
     pool = store.room.pool
@@ -28,6 +33,7 @@ def status_of(
         is_scanning=is_scanning,
         counters=flat_counters(store.ledger.counters),
         instances=instances,
+        spaces=spaces,
     )
 
 

@@ -78,6 +78,20 @@ class Match(Request, frozen=True):
     search_range: tuple[str, ...] | None = None  # as for Lookup
 
 
+class Inspect(Request, frozen=True):
+    """How much of a prompt is cached? Leases, promotes and counts nothing. Answer: ``Inspected``.
+
+    The fields are those of ``Lookup``. When all of ``keys`` are found, the child of the last one that shares most of
+    ``tail`` counts too: ``tail`` may be a whole chunk.
+    """
+
+    root: bytes
+    keys: bytes
+    checks: bytes
+    tail: bytes = b""
+    search_range: tuple[str, ...] | None = None
+
+
 class Poll(Request, frozen=True):
     """How far are the chunks of this lease? Renews it. Answer: ``Located``."""
 
@@ -189,6 +203,17 @@ class Located(Reply, frozen=True):
     pending_tokens: dict[Medium, int] = msgspec.field(default_factory=dict)
 
 
+class Inspected(Reply, frozen=True):
+    """Tokens and chunks from the beginning of a prompt, by the medium that they would come from.
+
+    ``can_fork``: some child of the last chunk found may share more tokens (``Inspect`` without keys, from there).
+    """
+
+    tokens: dict[Medium, int]
+    chunks: dict[Medium, int]
+    can_fork: bool = False
+
+
 class Reserved(Reply, frozen=True):
     """Slots for the chunks that may be written: ``offsets[i]`` for chunk i, -1 where ``outcomes[i]`` says why not."""
 
@@ -237,6 +262,7 @@ class Status(Reply, frozen=True):
     is_scanning: bool  # tiers are still telling what they hold
     counters: dict[str, int]
     instances: tuple[InstanceStatus, ...] = ()
+    spaces: tuple[bytes, ...] = ()  # what instances have described so far, gone ones too; the latest last
 
 
 class Failed(Reply, frozen=True):
@@ -250,6 +276,7 @@ AnyRequest = (
     Hello
     | Lookup
     | Match
+    | Inspect
     | Poll
     | Several
     | Release
@@ -264,4 +291,4 @@ AnyRequest = (
     | GetStatus
     | Check
 )
-AnyReply = Welcome | Located | Each | Reserved | Data | Done | Status | Failed
+AnyReply = Welcome | Located | Inspected | Each | Reserved | Data | Done | Status | Failed

@@ -50,7 +50,7 @@ def test_every_byte_that_comes_back_is_the_one_that_went(fresh, truth):
     def start_load_kv(context, **kwargs):
         load(context, **kwargs)
         for op in worker._connector_metadata.loads:
-            for item in op.items:
+            for item in op.items_of(0):
                 first = item.start_token % 64 // 32
                 was = pages[item.ref.key][:, first : first + len(item.block_ids)]
                 compared.append(torch.equal(content(item.block_ids), was))
@@ -122,7 +122,7 @@ def test_a_load_that_fails_costs_a_recompute(fresh, truth, which):
 
     def lose_one(context, **kwargs):
         for op in fresh.worker._connector_metadata.loads:
-            ref = op.items[min(which, len(op.items) - 1)].ref
+            ref = op.items_of(0)[min(which, len(op.items_of(0)) - 1)].ref
             wipe_header(fresh.connector._store.driver.pool.view(ref.offset, ref.image_bytes))
         load(context, **kwargs)
 

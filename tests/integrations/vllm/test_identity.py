@@ -293,7 +293,7 @@ class TestFingerprint:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(layouts, "_cpu_isa", lambda *_: None)
                 layout = layouts.chunk_layout(engine, groups, spec, settings)
-                spaces.add(layouts.key_space(engine, spec, layout, settings).space_id)
+                spaces.add(layouts.key_spaces(engine, spec, layout, settings)[0].space_id)
         assert len(spaces) == 2
 
     def test_large_files_are_sampled(self, tmp_path):

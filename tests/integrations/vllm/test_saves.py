@@ -218,7 +218,7 @@ def test_what_found_no_room_is_tried_again_at_the_next_chunk(toy, toy_engine, pr
     from qkvault.keys import RequestIdentity
     from qkvault.prefix import Prefix
 
-    lease_id = Prefix(engine.connector._space, RequestIdentity(), first, shared=False).find(client).lease_id
+    lease_id = Prefix(engine.connector._spaces[0], RequestIdentity(), first, shared=False).find(client).lease_id
     prompt = prompts(60)
     engine.add("r", prompt, max_tokens=150)
     offers = 0

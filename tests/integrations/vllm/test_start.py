@@ -41,7 +41,6 @@ def refusal(toy, tiny_model):
 @pytest.mark.parametrize(
     ("parallel", "word"),
     [
-        ({"tensor_parallel_size": 2}, "tensor parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
         ({"prefill_context_parallel_size": 2}, "context parallelism"),
@@ -119,7 +118,7 @@ def test_kernels_that_pack_pages_their_own_way_have_keys_of_their_own(toy, tiny_
     for isa in ("vec", None, "amx", "neon"):
         monkeypatch.setattr(layouts, "_cpu_isa", lambda *_, isa=isa: isa)
         layout = layouts.chunk_layout(engine, groups, spec, settings)
-        spaces[isa] = layouts.key_space(engine, spec, layout, settings).space_id
+        spaces[isa] = layouts.key_spaces(engine, spec, layout, settings)[0].space_id
     assert spaces["vec"] == spaces[None]
     assert len(set(spaces.values())) == 3
 
@@ -132,7 +131,6 @@ def test_kernels_that_pack_pages_their_own_way_have_keys_of_their_own(toy, tiny_
         ({"qkvault.max_local_cpu_size": 5}, r"is called qkvault.ram_bytes here"),
         ({"qkvault.save_decode": "maybe"}, r"qkvault.save_decode='maybe'"),
         ({"qkvault.hash_algorithm": "builtin", "qkvault.disk_path": "/nowhere"}, r"PYTHONHASHSEED"),
-        ({"qkvault.address": "unix:///run/x.sock"}, r"does not use a server yet"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -53,8 +53,8 @@ class Traffic:
 
     def damage(self, plan) -> None:
         for op in plan.loads:
-            if op.items and self.random.random() < self.failing:
-                self.engine.damage(op, self.random.randrange(len(op.items)))
+            if op.items_of(0) and self.random.random() < self.failing:
+                self.engine.damage(op, self.random.randrange(len(op.items_of(0))))
                 self.num_failed += 1
 
     def run(self) -> None:

@@ -313,7 +313,7 @@ class ToyEngine:
     def num_cached(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of ``tokens`` the store has in RAM."""
         client = self.store.connect("test")
-        found = Prefix(self.connector._space, RequestIdentity(), tokens, shared=False).find(client)
+        found = Prefix(self.connector._spaces[0], RequestIdentity(), tokens, shared=False).find(client)
         client.close()
         return found.ready.num_tokens
 
@@ -328,7 +328,7 @@ class ToyEngine:
     def damage(self, op: LoadOp, *which: int) -> None:
         """Make chunks unreadable between their promise and their load."""
         for number in which:
-            ref = op.items[number].ref
+            ref = op.items_of(0)[number].ref
             wipe_header(self.store.driver.pool.view(ref.offset, ref.image_bytes))
 
     def assert_clean(self) -> None:

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
+from qkvault import autostart, embedded
 from qkvault import config as configuration
-from qkvault import embedded
 from qkvault.client import StoreClient
-from qkvault.errors import ConfigError, InvariantError
+from qkvault.connecting import open_client
+from qkvault.errors import InvariantError, ProtocolError, Unavailable
 from qkvault.integrations.vllm import layouts
 from qkvault.integrations.vllm.compat import (
+    SUPPORTED,
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -30,11 +34,13 @@ from qkvault.integrations.vllm.events import EngineEvents
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
 from qkvault.integrations.vllm.scheduler import Engine, SchedulerSide
 from qkvault.integrations.vllm.worker import WorkerSide
+from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
+from qkvault.spaces import SpaceDescription
 from qkvault.stats import StatsMonitor
 from qkvault.tokens import load_scheme
 from qkvault.types import Medium
-from qkvault.wire.sockets import SocketTransport
+from qkvault.wire.messages import Instance
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +58,7 @@ F = TypeVar("F", bound=Callable[..., object])
 _SOURCES: Final = {Medium.RAM: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
 # What a request ends with that has computed all it was to compute.
 _COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
+_PING_SECONDS: Final = 5.0
 _INSTANCE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = get_logger("vllm")
 _limited = RateLimited(_log)
@@ -71,6 +78,8 @@ def _guarded(default: Callable[[], object]) -> Callable[[F], F]:
                 return method(*args, **kwargs)
             except Exception as error:  # thread top: the edge of the engine
                 _limited.warning(f"{method.__name__}_failed", error=f"{type(error).__name__}: {error}")
+                if isinstance(args[0], QKVaultConnector):
+                    args[0].on_failure(error)
                 return default()
 
         return cast("F", guarded)
@@ -87,13 +96,11 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         transfer_config = vllm_config.kv_transfer_config
         loaded = configuration.load(vllm=transfer_config.kv_connector_extra_config)
         self._config = loaded.config
-        if self._config.address is not None:
-            msg = "qkvault.address: the connector keeps its cache in vLLM's process and does not use a server yet"
-            raise ConfigError(msg)
-        load_scheme(self._config.hash_algorithm, shared=self._config.disk_path is not None)
+        load_scheme(self._config.hash_algorithm, shared=self._config.is_shared)
         self._spec = layouts.require_supported(vllm_config, kv_cache_config)
         self._layout = layouts.chunk_layout(vllm_config, kv_cache_config, self._spec, self._config)
-        self._space = layouts.key_space(vllm_config, self._spec, self._layout, self._config)
+        self._spaces = layouts.key_spaces(vllm_config, self._spec, self._layout, self._config)
+        self._rank = int(vllm_config.parallel_config.rank) if role is KVConnectorRole.WORKER else 0
         is_named = loaded.sources["instance_id"] != configuration.DEFAULT
         self._instance_id = self._config.instance_id if is_named else _instance_id(str(transfer_config.engine_id))
         self.stats = StatsMonitor()
@@ -110,38 +117,71 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             # A best-effort cache must not end requests; vLLM reads this after it has constructed us.
             transfer_config.kv_load_failure_policy = "recompute"
             _log.info("load_failure_policy", policy="recompute")
-        store = embedded.acquire(replace(self._config, instance_id=self._instance_id), shared=True)
-        try:
-            if store.num_users == 1:
-                store.serve(embedded.socket_address(self._instance_id))
-            client = store.connect("vllm-scheduler")
-        except BaseException:
-            embedded.release(store)
-            raise
-        self._store = store
-        published = self._vllm_config.kv_events_config
-        if published is not None and published.enable_kv_cache_events and not self._config.events_endpoint:
-            self._events = EngineEvents(store.driver) if store.num_users == 1 else None  # the first engine tells of it
+        if self._config.address is None:
+            store = embedded.acquire(replace(self._config, instance_id=self._instance_id), shared=True)
+            self._store = store
+            try:
+                if store.num_users == 1:
+                    store.serve(embedded.socket_address(self._instance_id))
+                    told = self._vllm_config.kv_events_config
+                    if told is not None and told.enable_kv_cache_events and not self._config.events_endpoint:
+                        self._events = EngineEvents(store.driver)
+            except BaseException:
+                embedded.release(store)
+                raise
         engine = Engine(
             self._layout.block_size,
             can_load=transfer_config.is_kv_consumer,
             can_save=transfer_config.is_kv_producer,
             shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
-        self._scheduler = SchedulerSide(client, self._space, engine, self._config, self.stats, clock=time.monotonic)
+        link = self._link("scheduler")
+        self._scheduler = SchedulerSide(link, self._spaces, engine, self._config, self.stats, clock=time.monotonic)
 
-    def _connect_worker(self) -> StoreClient:
-        store = embedded.find(self._instance_id)
+    def _link(self, role: str) -> Link:
+        """Sessions with the server, or with the store in the scheduler's process."""
+        config, name = self._config, f"vllm-{role}"
+        if config.address is None:
+            return Link(lambda: self._connect_embedded(name))
+        if config.autostart:
+            autostart.ensure_server(config)
+        instance = Instance(
+            instance_id=self._instance_id,
+            role=role,
+            model_name=self._spaces[0].model_name,
+            worker_id=self._rank,
+            world_size=len(self._spaces),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            engine=f"vllm {SUPPORTED}",
+            spaces=(SpaceDescription(self._spaces[self._rank], self._layout).encode(),),
+        )
+        return Link(lambda: open_client(config, name), instance, ping_seconds=_PING_SECONDS)
+
+    def _connect_embedded(self, name: str) -> StoreClient:
+        store = self._store or embedded.find(self._instance_id)
         if store is not None:
-            return store.connect("vllm-worker")
-        return StoreClient(SocketTransport(embedded.socket_address(self._instance_id), "vllm-worker"))
+            return store.connect(name)
+        return open_client(self._config, name, address=embedded.socket_address(self._instance_id))
+
+    def on_failure(self, error: Exception) -> None:
+        """A hook of the scheduler's side has failed; if that was the store, it is looked for from now on."""
+        if self._scheduler is not None and isinstance(error, (Unavailable, ProtocolError)):
+            self._scheduler.lost(error)
 
     # ---- the worker's side ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where the pages are. Raises LayoutMismatch if they are not laid out as vLLM's configuration says."""
         paged = layouts.paged_connector(self._vllm_config, self._kv_cache_config, self._layout, kv_caches)
-        self._worker = WorkerSide(paged, self._space, self._connect_worker, self.stats, time.monotonic)
+        self._worker = WorkerSide(
+            paged,
+            self._spaces[self._rank],
+            self._link("worker"),
+            self.stats,
+            rank=self._rank,
+            can_save=self._rank == 0 or self._spaces[self._rank] != self._spaces[0],
+        )
 
     @_guarded(_nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # seam: vLLM's signature
@@ -256,6 +296,8 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         """End the session; the scheduler's side ends the store too."""
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         if self._store is not None:
             store, self._store = self._store, None
             embedded.release(store)

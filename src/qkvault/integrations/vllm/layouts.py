@@ -30,7 +30,6 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     """The one attention spec of the engine. Raises ConfigError, saying what to change, for what is not supported."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     refusals = {
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "speculative decoding other than ngram": speculative is not None and speculative.method != "ngram",
@@ -60,21 +59,33 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     return spec
 
 
-def key_space(vllm_config: VllmConfig, spec: AttentionSpec, layout: ChunkLayout, config: Config) -> KeySpace:
-    """The space of this engine's keys: the same on the scheduler's side and on the worker's."""
+def key_spaces(
+    vllm_config: VllmConfig, spec: AttentionSpec, layout: ChunkLayout, config: Config
+) -> tuple[KeySpace, ...]:
+    """The space of each rank's keys: the same on the scheduler's side and on every worker's.
+
+    The latent of MLA is the same on every rank: then all have one space, and the first one stores for all.
+    """
     name = vllm_config.model_config.model
     cache_dtype = vllm_config.cache_config.cache_dtype
     fingerprint = f"{model_fingerprint(vllm_config, config.model_revision)}-{cache_dtype}"
     if layout.opaque:  # only the kernels that wrote such pages can read them
         fingerprint += f"-{_cpu_isa(vllm_config, spec)}"
-    return KeySpace(
-        model_name=Path(name).name if Path(name).exists() else name,
-        model_fingerprint=fingerprint,
-        dtype=layout.dtype,
-        chunk_size=config.chunk_size,
-        tensors=layout.logical,
-        hash_algorithm=config.hash_algorithm,
+    world_size = vllm_config.parallel_config.tensor_parallel_size
+    spaces = tuple(
+        KeySpace(
+            model_name=Path(name).name if Path(name).exists() else name,
+            model_fingerprint=fingerprint,
+            world_size=world_size,
+            worker_id=worker_id,
+            dtype=layout.dtype,
+            chunk_size=config.chunk_size,
+            tensors=layout.logical,
+            hash_algorithm=config.hash_algorithm,
+        )
+        for worker_id in range(world_size)
     )
+    return tuple(space.folded() for space in spaces) if type(spec).__name__ == "MLAAttentionSpec" else spaces
 
 
 def chunk_layout(

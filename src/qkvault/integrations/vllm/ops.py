@@ -12,18 +12,27 @@ from qkvault.transfer import LoadItem, SaveItem
 class LoadOp(NamedTuple):
     """Copy leased chunks into blocks of a request that waits for them.
 
-    ``block_ids`` are the blocks that vLLM wants filled; ``items`` fill them in order. What they leave has failed.
+    ``block_ids`` are the blocks that vLLM wants filled; each rank's items fill them in order. What they leave has
+    failed. Without leases there is nothing to load any more.
     """
 
     request_id: str
-    lease_id: int  # 0: there is nothing to load any more
     start_token: int  # where in the request the first block begins
     block_ids: tuple[int, ...]
-    items: tuple[LoadItem, ...]
+    lease_ids: tuple[int, ...] = ()  # by rank
+    items_by_rank: tuple[tuple[LoadItem, ...], ...] = ()
+
+    def lease_of(self, rank: int) -> int:
+        """The lease that ``rank`` reads under; 0 if there is none."""
+        return self.lease_ids[rank] if self.lease_ids else 0
+
+    def items_of(self, rank: int) -> tuple[LoadItem, ...]:
+        """What ``rank`` copies."""
+        return self.items_by_rank[rank] if self.items_by_rank else ()
 
 
 class SaveOp(NamedTuple):
-    """Store chunks of a request. ``start_token`` is where the first one begins."""
+    """Store chunks of a request. ``start_token`` is where the first one begins. The keys are those of rank 0."""
 
     request_id: str
     start_token: int

@@ -18,17 +18,18 @@ from qkvault.errors import ProtocolError, Unavailable
 from qkvault.integrations.vllm.identity import identity_of
 from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
 from qkvault.keys import KeySpace
+from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
 from qkvault.prefix import Prefix, load_items
 from qkvault.stats import StatsMonitor
 from qkvault.types import ChunkRefs, Medium
+from qkvault.wire.messages import Located
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 _IDLE_NAP_SECONDS: Final = 0.002  # slept in a query while chunks are on their way and the engine has nothing to run
-_NO_REFS: Final = ChunkRefs()
 _log = RateLimited(get_logger("vllm.scheduler"))
 
 
@@ -47,9 +48,9 @@ class _Tracked:
 
     request: Request
     prefix: Prefix
-    lease_id: int = 0
+    lease_ids: tuple[int, ...] = ()  # by rank
     first_chunk: int = 0  # number of the first chunk in ready; vLLM has what is before it
-    ready: ChunkRefs = _NO_REFS
+    ready: tuple[ChunkRefs, ...] = ()  # by rank
     num_local: int = 0  # what vLLM has itself, as of the last query
     num_found: int = 0  # what the store has from the first token on, as of the last query
     is_asking: bool = False  # queried since vLLM gave it blocks
@@ -67,17 +68,18 @@ class SchedulerSide:
 
     def __init__(
         self,
-        client: StoreClient,
-        space: KeySpace,
+        link: Link,
+        spaces: Sequence[KeySpace],
         engine: Engine,
         config: Config,
         stats: StatsMonitor,
         *,
         clock: Callable[[], float],
     ) -> None:
-        """``clock`` gives seconds that only rise."""
-        self._client = client
-        self._space = space
+        """``spaces`` are those of the ranks' keys. ``clock`` gives seconds that only rise."""
+        self._link = link
+        self._spaces = spaces
+        self._space = spaces[0]
         self._engine = engine
         self._config = config
         self._stats = stats
@@ -91,6 +93,21 @@ class SchedulerSide:
         self._clear_after = 0  # what was stored up to that step is to go: a reset came while it was under way
         self._may_nap = False  # the last step ran no token
 
+    @property
+    def _client(self) -> StoreClient:
+        return self._link.session()
+
+    def lost(self, error: Exception) -> None:
+        """The session with the store has failed: nothing it leased is ours any more. It is looked for from now on."""
+        for tracked in self._tracked.values():
+            if tracked is not None:
+                tracked.lease_ids, tracked.ready = (), ()
+        self._link.lost(error)
+
+    def close(self) -> None:
+        """End the session."""
+        self._link.close()
+
     def matched(self, request: Request, num_local: int) -> int | None:
         """How many tokens beyond ``num_local`` can be loaded now; None: some are on their way, ask again."""
         tracked = self._track(request)
@@ -99,16 +116,16 @@ class SchedulerSide:
         tracked.num_local, tracked.is_asking = num_local, True
         if self._locate(tracked) and self._may_wait(tracked, naps=True):
             return None
-        found = tracked.first_chunk * self._space.chunk_size + tracked.ready.num_tokens
+        found = tracked.first_chunk * self._space.chunk_size + _num_everywhere(tracked.ready)
         tracked.num_found = found
         limit = request.num_tokens - 1  # one token must be left to compute
-        num_external = self._whole_blocks(min(found, limit)) - num_local
+        num_external = _floor(self._engine.block_size, min(found, limit)) - num_local
         if num_external < max(1, self._config.min_hit_tokens):
             self._release(tracked)
             return 0
         if (
             self._arriving
-            and any(ref.key in self._arriving for ref in tracked.ready)
+            and any(ref.key in self._arriving for ref in tracked.ready[0])
             and self._may_wait(tracked, naps=False)
         ):
             return None
@@ -133,8 +150,8 @@ class SchedulerSide:
             self._stats.on_lookup_finished(lookup, {medium.value: n for medium, n in found.items()})
             if tracked.first_chunk:
                 tracked.num_found = self._touch(tracked)
-        tracked.stored_tokens = self._whole_chunks(tracked.num_found)
-        tracked.saved_end = self._whole_blocks(tracked.num_found)
+        tracked.stored_tokens = _floor(self._space.chunk_size, tracked.num_found)
+        tracked.saved_end = _floor(self._engine.block_size, tracked.num_found)
 
     def loaded_from(self, request_id: str) -> Counter[Medium]:
         """Where the tokens of the request's last load came from."""
@@ -212,7 +229,7 @@ class SchedulerSide:
             identity, reason = identity_of(request)
             if reason is not None:
                 _log.warning("request_not_cached", request=request.request_id, reason=reason)
-            is_shared = self._config.disk_path is not None
+            is_shared = self._config.is_shared
             self._tracked[request.request_id] = (
                 None if reason else _Tracked(request, Prefix(self._space, identity, shared=is_shared))
             )
@@ -222,34 +239,33 @@ class SchedulerSide:
         return tracked if self._engine.can_load else None
 
     def _locate(self, tracked: _Tracked) -> int:
-        # Fills tracked.ready; returns how many more chunks are on their way.
-        located = None
+        # Fills tracked.ready; returns how many more chunks are on their way, on the rank that waits for most.
+        located: Sequence[Located] = ()
         first_chunk = tracked.num_local // self._space.chunk_size
-        if tracked.lease_id and tracked.first_chunk <= first_chunk:
-            located = self._client.poll(tracked.lease_id)
-        if located is None or not located.lease_id:
+        if tracked.lease_ids and tracked.first_chunk <= first_chunk:
+            located = self._client.poll_each(tracked.lease_ids)
+        if not located or not all(each.lease_id for each in located):
             self._release(tracked)
             tracked.first_chunk = first_chunk
             with self._stats.stage("lookup", num_tokens=tracked.prefix.num_tokens):
-                located = tracked.prefix.find(self._client, start_chunk=first_chunk)
-        tracked.lease_id, tracked.ready = located.lease_id, located.ready
-        return located.num_pending
+                located = tracked.prefix.find_each(self._client, self._spaces, start_chunk=first_chunk)
+        tracked.lease_ids = tuple(each.lease_id for each in located)
+        tracked.ready = tuple(each.ready for each in located)
+        return max(each.num_pending for each in located)
 
     def _touch(self, tracked: _Tracked) -> int:
         # What vLLM has itself was not looked up: it counts as used nevertheless, and need not be stored again.
         try:
-            found = tracked.prefix.find(self._client, search_range=(Medium.RAM.value,))
+            found = tracked.prefix.find_each(self._client, self._spaces, search_range=(Medium.RAM.value,))
         except (Unavailable, ProtocolError) as error:
             _log.warning("not_touched", error=error)
             return 0
-        if found.lease_id:
-            self._end_leases({found.lease_id})
-        return found.ready.num_tokens
+        self._end_leases({each.lease_id for each in found})
+        return _num_everywhere([each.ready for each in found])
 
     def _may_wait(self, tracked: _Tracked, *, naps: bool) -> bool:
         now = self._clock()
-        if tracked.deadline is None:
-            tracked.deadline = now + self._config.load_deadline_seconds
+        tracked.deadline = tracked.deadline or now + self._config.load_deadline_seconds
         if now >= tracked.deadline:
             return False
         if naps and self._may_nap:
@@ -262,28 +278,24 @@ class SchedulerSide:
     ) -> LoadOp:
         block_size = self._engine.block_size
         num_before = len(block_ids) - num_external // block_size
-        op = LoadOp(request_id, 0, num_before * block_size, tuple(block_ids[num_before:]), ())
+        op = LoadOp(request_id, num_before * block_size, tuple(block_ids[num_before:]))
         if tracked is not None:
             tracked.loaded_from.clear()
-        if tracked is None or not tracked.lease_id or op.start_token != tracked.num_local:
+        if tracked is None or not all(tracked.lease_ids or (0,)) or op.start_token != tracked.num_local:
             return op
         skipped = tracked.first_chunk * self._space.chunk_size
         start, of_ready = op.start_token - skipped, block_ids[skipped // block_size :]
-        items = load_items(
-            tracked.ready,
-            start,
-            start + num_external,
-            of_ready,
-            chunk_size=self._space.chunk_size,
-            block_size=block_size,
-        )
-        for item in items:
+        items = tuple(
+            tuple(load_items(refs, start, start + num_external, of_ready,
+                             chunk_size=self._space.chunk_size, block_size=block_size))
+            for refs in tracked.ready
+        )  # fmt: skip
+        for item in items[0]:
             tracked.loaded_from[item.ref.medium] += len(item.block_ids) * block_size
             if self._engine.shares_blocks:
                 self._arriving[item.ref.key] = request_id
-        op = op._replace(lease_id=tracked.lease_id, items=tuple(items))
-        tracked.lease_id, tracked.ready = 0, _NO_REFS  # the lease ends with the load
-        return op
+        lease_ids, tracked.lease_ids, tracked.ready = tracked.lease_ids, (), ()  # the leases end with the load
+        return op._replace(lease_ids=lease_ids, items_by_rank=items)
 
     def _saves_of(self, output: SchedulerOutput) -> Iterator[SaveOp]:
         for request_id, num_before in _computed_before(output):
@@ -304,7 +316,7 @@ class SchedulerSide:
         # rejected and tokens that are still to be sampled are not among request.num_tokens.
         end = min(num_after, request.num_tokens)
         num_prompt = request.num_prompt_tokens
-        is_prompt_due = num_after >= num_prompt and tracked.saved_end < self._whole_blocks(num_prompt)
+        is_prompt_due = num_after >= num_prompt and tracked.saved_end < _floor(self._engine.block_size, num_prompt)
         is_last_step = request.num_output_tokens + 1 >= request.max_tokens and num_after >= request.num_tokens
         with_tail = self._config.save_partial_chunks and (is_prompt_due or is_last_step)
         if end < tracked.stored_tokens + self._space.chunk_size and not with_tail:
@@ -321,8 +333,8 @@ class SchedulerSide:
         end = min(end, len(block_ids) * self._engine.block_size)
         tracked.prefix.update_to(tracked.request.all_token_ids)
         start = tracked.stored_tokens
-        tracked.stored_tokens = max(start, self._whole_chunks(end))
-        stop = self._whole_blocks(end) if with_tail else tracked.stored_tokens
+        tracked.stored_tokens = max(start, _floor(self._space.chunk_size, end))
+        stop = _floor(self._engine.block_size, end) if with_tail else tracked.stored_tokens
         if stop <= tracked.saved_end:
             return None
         tracked.saved_end = stop
@@ -330,19 +342,21 @@ class SchedulerSide:
         return SaveOp(tracked.request.request_id, start, tuple(items))
 
     def _rewind(self, tracked: _Tracked, token: int) -> None:
-        start = self._whole_chunks(token)
+        start = _floor(self._space.chunk_size, token)
         tracked.num_found = min(tracked.num_found, start)
         tracked.stored_tokens = min(tracked.stored_tokens, start)
         tracked.saved_end = min(tracked.saved_end, start)
 
     def _release(self, tracked: _Tracked) -> None:
-        if tracked.lease_id:
-            self._end_leases({tracked.lease_id})
-        tracked.lease_id, tracked.ready = 0, _NO_REFS
+        self._end_leases(set(tracked.lease_ids))
+        tracked.lease_ids, tracked.ready = (), ()
 
     def _end_leases(self, lease_ids: Collection[int]) -> None:
+        live = [lease_id for lease_id in lease_ids if lease_id]
+        if not live or not self._link.is_up:
+            return
         try:
-            self._client.release(*lease_ids)
+            self._client.release(*live)
         except Exception as error:  # thread top: a lease that is not released runs out
             _log.warning("leases_not_released", error=f"{type(error).__name__}: {error}")
 
@@ -350,11 +364,15 @@ class SchedulerSide:
         if request_ids and self._arriving:
             self._arriving = {key: owner for key, owner in self._arriving.items() if owner not in request_ids}
 
-    def _whole_blocks(self, num_tokens: int) -> int:
-        return num_tokens // self._engine.block_size * self._engine.block_size
 
-    def _whole_chunks(self, num_tokens: int) -> int:
-        return num_tokens // self._space.chunk_size * self._space.chunk_size
+def _floor(size: int, num_tokens: int) -> int:
+    """The tokens in whole pieces of ``size``."""
+    return num_tokens // size * size
+
+
+def _num_everywhere(ready: Sequence[ChunkRefs]) -> int:
+    """How many leading tokens every rank has."""
+    return min((refs.num_tokens for refs in ready), default=0)
 
 
 def _computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:

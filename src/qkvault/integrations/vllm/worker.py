@@ -7,25 +7,24 @@ blocks that vLLM computes again, and what could not be stored is told to the sch
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from qkvault.client import StoreClient
 from qkvault.errors import ProtocolError, Unavailable
 from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
 from qkvault.keys import KeySpace
+from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
-from qkvault.transfer import LoadItem, Transfer
-from qkvault.types import Outcome
+from qkvault.transfer import LoadItem, SaveItem, Transfer
+from qkvault.types import SPACE_BYTES, Outcome
 
 if TYPE_CHECKING:
     from qkvault.paged import PagedConnector
     from qkvault.stats import Request, StatsMonitor
 
-_RETRY_SECONDS: Final = 10.0  # a store that could not be reached is left alone that long: asking costs the engine time
 _UNSAVED: Final = (Outcome.NO_ROOM, Outcome.BUSY)  # what may succeed later
 _log = RateLimited(get_logger("vllm.worker"))
 
@@ -44,18 +43,20 @@ class WorkerSide:
         self,
         paged: PagedConnector,
         space: KeySpace,
-        connect: Callable[[], StoreClient],
+        link: Link,
         stats: StatsMonitor,
-        clock: Callable[[], float],
+        *,
+        rank: int = 0,
+        can_save: bool = True,
     ) -> None:
-        """``connect`` is called at the first step that needs the store, and after a loss; ``clock`` gives seconds."""
+        """``rank`` is the worker's place in what plans say by rank; without ``can_save`` another stores for it."""
         self._paged = paged
         self._space = space
-        self._connect = connect
+        self._link = link
         self._stats = stats
-        self._clock = clock
+        self._rank = rank
+        self._can_save = can_save
         self._transfer: Transfer | None = None
-        self._retry_at = float("-inf")
         self._step_loaded = self._step_saved = 0  # numbers of the last plans: none is carried out twice
         self._loading: deque[_Loading] = deque()
         self._report = StepReport()
@@ -112,16 +113,18 @@ class WorkerSide:
     def close(self) -> None:
         """Finish the copies that were begun and end the session."""
         self._settle(wait=True)
-        self._disconnect()
+        self._abandon()
+        self._link.close()
 
     def _try_load(self, op: LoadOp) -> int:
         """How many leading items were copied, or are being copied. What is behind a failure is of no use."""
         try:
-            failed = self._fetch_and_load(op.items) if op.items else set()
+            items = op.items_of(self._rank)
+            failed = self._fetch_and_load(items) if items else set()
         except Exception as error:  # thread top: the engine must go on; vLLM computes these blocks again
             self._lost(error, "load_failed")
             return 0
-        return min(failed, default=len(op.items))
+        return min(failed, default=len(items))
 
     def _fetch_and_load(self, items: Sequence[LoadItem]) -> set[int]:
         transfer = self._session()
@@ -129,7 +132,8 @@ class WorkerSide:
         return transfer.load(items)
 
     def _end_load(self, loading: _Loading) -> None:
-        op, good = loading.op, loading.op.items[: loading.num_good]
+        op, items = loading.op, loading.op.items_of(self._rank)
+        good = items[: loading.num_good]
         if loading.copied is not None:
             good = good[: self._num_fresh(good)]
         num_filled = sum(len(item.block_ids) for item in good)
@@ -138,9 +142,9 @@ class WorkerSide:
             self._failed_blocks.update(op.block_ids[num_filled:])
             self._report.failed_loads[op.request_id] = op.start_token + num_filled * block_size
         self._received.add(op.request_id)
-        if op.lease_id:
-            self._report.ended_leases.add(op.lease_id)
-        num_bad = len(op.items[len(good)].block_ids) if len(good) < len(op.items) else num_blocks - num_filled
+        if lease_id := op.lease_of(self._rank):
+            self._report.ended_leases.add(lease_id)
+        num_bad = len(items[len(good)].block_ids) if len(good) < len(items) else num_blocks - num_filled
         self._stats.on_retrieve_finished(
             loading.request,
             num_tokens=num_filled * block_size,
@@ -159,7 +163,9 @@ class WorkerSide:
 
     def _try_save(self, ops: Sequence[SaveOp]) -> list[int]:
         """How many leading items of each op need no second try."""
-        items = [item for op in ops for item in op.items]
+        if not self._can_save:
+            return [len(op.items) for op in ops]
+        items = [self._own(item) for op in ops for item in op.items]
         request = self._stats.on_store_request(sum(item.num_tokens for item in items))
         try:
             report = self._session().save(items)
@@ -174,6 +180,11 @@ class WorkerSide:
         self._stats.on_store_finished(request, num_tokens=num_tokens, num_bytes=report.copied_bytes, chunks=chunks)
         outcomes = iter(report.outcomes)
         return [_num_before(_UNSAVED, [next(outcomes) for _ in op.items]) for op in ops]
+
+    def _own(self, item: SaveItem) -> SaveItem:
+        # Plans name the chunks of rank 0: ours differ in the space.
+        space_id = self._space.space_id
+        return item._replace(key=space_id + item.key[SPACE_BYTES:], parent=space_id + item.parent[SPACE_BYTES:])
 
     def _mark(self) -> torch.Event | None:
         if self._paged.device.type == "cpu":
@@ -190,25 +201,23 @@ class WorkerSide:
             self._lost(error, "save_failed")
 
     def _session(self) -> Transfer:
-        if self._transfer is None:
-            if self._clock() < self._retry_at:
-                msg = "the store could not be reached a moment ago"
-                raise Unavailable(msg)
-            self._transfer = Transfer(self._connect(), self._paged, self._space, stats=self._stats)
+        client = self._link.session()
+        if self._transfer is None or self._transfer.client is not client:
+            self._transfer = Transfer(client, self._paged, self._space, stats=self._stats)
         return self._transfer
 
     def _lost(self, error: Exception, event: str) -> None:
         _log.warning(event, error=f"{type(error).__name__}: {error}")
         if isinstance(error, (Unavailable, ProtocolError)):
-            if self._clock() >= self._retry_at:
-                self._retry_at = self._clock() + _RETRY_SECONDS
-            self._disconnect()
+            self._abandon()
+            self._link.lost(error)
 
-    def _disconnect(self) -> None:
+    def _abandon(self) -> None:
+        # With the session its slots go to others: not before a device has finished what it is copying.
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
-            with suppress(Exception):  # thread top: nobody is left to hear of it
-                transfer.client.close()
+            with suppress(Exception):  # thread top: a device that fails copies nothing any more
+                transfer.abandon()
 
 
 def _num_before(kinds: Sequence[Outcome], outcomes: Sequence[Outcome]) -> int:

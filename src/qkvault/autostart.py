@@ -1,0 +1,113 @@
+"""Autostart: the first engine of a machine that finds no server starts one, for itself and for all that come later."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from qkvault.address import parse_address
+from qkvault.config import Config
+from qkvault.connecting import open_client
+from qkvault.errors import ConfigError, QKVaultError, Unavailable
+from qkvault.logs import get_logger
+
+_START_SECONDS: Final = 60.0  # a pool of 60 GB is pre-faulted by then
+_PAUSE_SECONDS: Final = 0.02
+# Settings of the engine's own process; all others are the server's.
+_NOT_THE_SERVERS: Final = frozenset({"address", "autostart", "timeout_seconds", "instance_id", "token", "listen"})
+_log = get_logger("autostart")
+
+
+def ensure_server(config: Config) -> None:
+    """See to it that a server answers at ``config.address``, a Unix socket: start one with these settings if not.
+
+    Of several that call at a time one starts it, and all wait. It goes on when this process ends. Blocks until it
+    answers, a minute at most. Raises ConfigError if it cannot be started, with the last thing it said.
+    """
+    where = parse_address(config.address or "")
+    if not where.is_unix:
+        msg = f"autostart: {where} is not a Unix socket; start that server yourself, with qkvault serve"
+        raise ConfigError(msg)
+    with _turn(where.path):
+        if not _answers(config):
+            _start(config, where.path)
+
+
+@contextmanager
+def _turn(path: str) -> Iterator[None]:
+    # One after the other; the system ends the turn of a process that dies.
+    lock_path = f"{path}.lock"
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        msg = f"autostart: {lock_path} cannot be made: {error}"
+        raise ConfigError(msg) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _answers(config: Config) -> bool:
+    try:
+        open_client(config, "autostart").close()
+    except Unavailable:
+        return False
+    except QKVaultError:  # something is there that we cannot use: to start another would not help
+        return True
+    return True
+
+
+def _start(config: Config, path: str) -> None:
+    log_path = Path(f"{path}.log")
+    command = [sys.executable, "-m", "qkvault", "serve", "--listen", str(config.address), *_settings(config)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("QKVAULT_")}
+    if config.token:
+        environment["QKVAULT_TOKEN"] = config.token  # others can read a command line
+    with log_path.open("ab") as log:
+        os.fchmod(log.fileno(), 0o600)
+        # In a session of its own: signals to the engine are not the server's. Not a Popen: it outlives us.
+        pid = os.posix_spawn(
+            sys.executable,
+            command,
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, log.fileno(), 1),
+                (os.POSIX_SPAWN_DUP2, log.fileno(), 2),
+            ],
+            setsid=True,
+        )
+    _log.info("server_started", address=config.address, pid=pid, log=str(log_path))
+    deadline = time.monotonic() + _START_SECONDS
+    while not _answers(config):
+        if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() > deadline:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            msg = f"autostart: the server did not start: {_last_line(log_path)} (all of it in {log_path})"
+            raise ConfigError(msg)
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _settings(config: Config) -> Iterator[str]:
+    defaults = Config()
+    for name, value in msgspec.structs.asdict(config).items():
+        if value != getattr(defaults, name) and name not in _NOT_THE_SERVERS:
+            yield "--set"
+            yield f"{name}={value}"
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,75 @@
+"""Sessions with a server, from settings: an address becomes a transport, and where a server is if nobody says.
+
+Knows no store: what answers at the address is the other side's business.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from qkvault.address import UNIX_SCHEME, parse_address
+from qkvault.client import StoreClient
+from qkvault.config import Config
+from qkvault.errors import ConfigError
+from qkvault.wire.remote import RemoteTransport
+from qkvault.wire.sockets import SocketTransport
+
+SERVER_NAME: Final = "server"
+
+
+def open_client(config: Config, client: str, *, address: str | None = None) -> StoreClient:
+    """A session with the store at ``address``; without it at ``config.address``, or where a server is by default.
+
+    ``client`` is a name for the server's logs. Blocks for ``config.timeout_seconds`` at most for each step. Raises
+    ConfigError for an address or certificate that cannot be used, Unavailable if no store answers or it refuses us,
+    and ProtocolError if it speaks another protocol.
+    """
+    return StoreClient(open_transport(config, client, address=address))
+
+
+def open_transport(config: Config, client: str, *, address: str | None = None) -> SocketTransport:
+    """The same, one layer below."""
+    chosen = address or config.address or default_address()
+    where = parse_address(chosen)
+    if where.is_unix:
+        return SocketTransport(chosen, client, timeout_seconds=config.timeout_seconds)
+    tls = None if config.tls_ca_path is None else client_tls(config.tls_ca_path)
+    return RemoteTransport(chosen, client, timeout_seconds=config.timeout_seconds, token=config.token, tls=tls)
+
+
+def client_tls(ca_path: str) -> ssl.SSLContext:
+    """What a client of TCP checks the server by. Raises ConfigError if the file is no certificate."""
+    try:
+        return ssl.create_default_context(cafile=ca_path)
+    except OSError as error:  # SSLError is one
+        msg = f"tls_ca_path={ca_path!r} cannot be used: {error}"
+        raise ConfigError(msg) from error
+
+
+def default_address() -> str:
+    """Where a server listens that was told nothing, and where its clients look for it. Raises ConfigError."""
+    return socket_address(SERVER_NAME)
+
+
+def socket_address(name: str) -> str:
+    """A Unix socket in the runtime directory: the same in all processes of this user.
+
+    Raises ConfigError if others than this user could put something there.
+    """
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    folder = base / f"qkvault-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        msg = f"{folder} cannot be made: {error}"
+        raise ConfigError(msg) from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        msg = f"{folder} is not a folder that only this user can write to"
+        raise ConfigError(msg)
+    return f"{UNIX_SCHEME}{folder}/{name}.sock"

@@ -1,0 +1,119 @@
+"""Server: one store, answered at every address that the settings name, and over HTTP if they ask for it.
+
+Knows no signals and no process (``process.py``): it can as well run in a test.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import qkvault
+from qkvault.client import StoreClient
+from qkvault.config import Loaded
+from qkvault.embedded import open_driver, publish
+from qkvault.errors import ConfigError
+from qkvault.server.places import http_place, require_free, require_sound, server_tls, store_places
+from qkvault.store.driver import Traits
+from qkvault.types import CacheKind
+from qkvault.wire.inproc import InprocTransport
+from qkvault.wire.server import SocketServer
+
+if TYPE_CHECKING:
+    from qkvault.publisher import Publisher
+    from qkvault.server.http import HttpServer
+
+_DRAIN_SECONDS: Final = 60.0  # for what is still to be written to disk; systemd waits 90 s for a service to stop
+
+
+class Server:
+    """A store that other processes reach. Running once it is made."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        """Build the store and answer. ``loaded`` are the settings, with their sources for ``/config``.
+
+        Takes as long as pre-faulting the pool does, and some 10 ms. Raises ConfigError, leaving nothing behind.
+        """
+        self.loaded = loaded
+        config = loaded.config
+        places, http = store_places(config), http_place(config)
+        all_places = [*places, *([] if http is None else [http])]
+        require_sound(config, all_places)
+        tls = server_tls(config)
+        for place in all_places:
+            require_free(place)
+        if http is not None:
+            require_http()
+        self.epoch = time.time_ns()
+        self.started_seconds = time.time()
+        self.is_closing = False
+        self.driver = open_driver(config, shared=True, traits=_traits(loaded))
+        self._sockets: list[SocketServer] = []
+        self._http: HttpServer | None = None
+        self._publisher: Publisher | None = None
+        try:
+            self._publisher = publish(config, self.driver)
+            for place in places:
+                self._sockets.append(
+                    SocketServer(
+                        self.driver, self.driver.pool, str(place), epoch=self.epoch, token=config.token, tls=tls
+                    )
+                )
+            if http is not None:
+                from qkvault.server.http import HttpServer
+
+                self._http = HttpServer(self, http)
+        except BaseException:
+            self.close(drain_seconds=0.0)
+            raise
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the store answers, with the ports that the system chose."""
+        return [server.address for server in self._sockets]
+
+    @property
+    def http_address(self) -> str:
+        """Where HTTP is spoken; empty if nowhere."""
+        return "" if self._http is None else self._http.address
+
+    def connect(self, client: str) -> StoreClient:
+        """A session in this process."""
+        return StoreClient(InprocTransport(self.driver, self.driver.pool, self.driver.wait_change, client))
+
+    def close(self, *, drain_seconds: float = _DRAIN_SECONDS) -> None:
+        """Stop answering: what clients have not committed is void. Then finish writing to disk, at most that long.
+
+        Idempotent. Removes the sockets' files.
+        """
+        self.is_closing = True
+        for server in self._sockets:
+            server.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        self.driver.close(drain_seconds=drain_seconds, purge=not self.loaded.config.disk_keep)
+        if self._http is not None:  # last: until then /healthz says that we are stopping
+            self._http.close()
+
+
+def require_http() -> None:
+    """Raise ConfigError unless what HTTP needs is installed."""
+    try:
+        import starlette  # noqa: F401  # only whether it is there
+        import uvicorn  # noqa: F401  # likewise
+    except ImportError as error:
+        msg = f"http is set, and {error.name} is not installed: pip install 'qkvault[server]', or remove http"
+        raise ConfigError(msg) from error
+
+
+def _traits(loaded: Loaded) -> Traits:
+    config = loaded.config
+    kinds = [kind.value for kind in CacheKind]
+    return Traits(
+        features=(*kinds, "ram", *(["disk"] if config.disk_path is not None else [])),
+        chunk_size=config.chunk_size,
+        hash_algorithm=config.hash_algorithm,
+        version=qkvault.__version__,
+        reap_timeout_seconds=config.reap_timeout_seconds,
+        registration_grace_seconds=config.registration_grace_seconds,
+    )

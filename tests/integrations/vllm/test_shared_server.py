@@ -1,0 +1,142 @@
+"""Real engines that share a server: what one computes the others hit, and whoever dies, they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from qkvault.config import Config
+from qkvault.connecting import open_client
+from qkvault.errors import Unavailable
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+HITS_WITHIN_SECONDS = 2.0
+
+
+class Server:
+    """``qkvault serve`` in a process of its own."""
+
+    def __init__(self, address, disk):
+        self.config = Config(address=address)
+        command = [sys.executable, "-m", "qkvault", "serve", "--listen", address, "--ram", "64MiB", "--disk", str(disk)]
+        self.process = subprocess.Popen([*command, "--set", "chunk_size=64", "--set", "prefault=false"])
+        self.until_ready()
+
+    def until_ready(self):
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return open_client(self.config, "test").close()
+            except Unavailable:
+                assert time.monotonic() < deadline
+                assert self.process.poll() is None
+                time.sleep(0.01)
+
+    def status(self):
+        client = open_client(self.config, "test")
+        try:
+            client.check()
+            return client.status()
+        finally:
+            client.close()
+
+    def end(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+class Engine:
+    """An engine that is told what to do."""
+
+    def __init__(self, model, settings):
+        program = str(Path(__file__).with_name("engine_child.py"))
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, program, json.dumps({"model": model, "settings": settings})],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def told(self):
+        for line in self.process.stdout:
+            if line.startswith("TOLD "):
+                return json.loads(line.removeprefix("TOLD "))
+        pytest.fail("the engine has ended")
+
+    def ask(self, *prompts, forgets=False, max_tokens=8):
+        self.process.stdin.write(json.dumps({"prompts": prompts, "forgets": forgets, "max_tokens": max_tokens}) + "\n")
+        self.process.stdin.flush()
+        return self.told()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        assert self.process.wait(120) == 0
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix://{tmp_path}/s"
+
+
+def test_engines_share_a_server_and_outlive_it(stack, tiny_model, tmp_path, address):
+    """B97, B104: a prompt that one has computed the other hits, with the same text; the server is killed under load and
+    both go on without an error; it is started again, and hits are back in two seconds, from disk for what was stored.
+    """
+    rng = random.Random(6)
+    prompt, *others = ([rng.randrange(3, 500) for _ in range(300)] for _ in range(12))
+    server = Server(address, tmp_path / "disk")
+    settings = {"qkvault.address": address, "qkvault.ram_bytes": "5GiB", "qkvault.prefault": True}
+    engines = [Engine(tiny_model, settings) for _ in range(2)]
+    for engine in engines:
+        assert engine.told() == "ready"
+        stack.callback(engine.close)
+    one, other = engines
+
+    first = one.ask(prompt)
+    second = other.ask(prompt)
+    assert (first["cached"], second["cached"]) == ([0], [288])
+    assert first["texts"] == second["texts"]
+    status = server.status()
+    assert sorted(each.instance.role for each in status.instances) == ["scheduler", "scheduler", "worker", "worker"]
+    assert len({each.instance.instance_id for each in status.instances}) == 2
+
+    told = []
+    load = threading.Thread(target=lambda: told.extend(other.ask(each) for each in others))
+    load.start()
+    server.end(signal.SIGKILL)
+    during = [one.ask(each, forgets=True) for each in (prompt, *others)]
+    load.join()
+    assert len(told) == len(others)
+    assert [each["texts"] for each in told] == [each["texts"] for each in during[1:]]
+    assert during[0]["texts"] == first["texts"]
+
+    server = Server(address, tmp_path / "disk")
+    stack.callback(lambda: server.process.poll() is None and server.end())
+    started = time.monotonic()
+    while (third := one.ask(prompt, forgets=True))["cached"] == [0]:
+        assert time.monotonic() - started < HITS_WITHIN_SECONDS
+    assert (third["cached"], third["texts"]) == ([288], first["texts"])
+    assert server.status().counters["loaded.disk"] >= 4
+    deadline = time.monotonic() + 10
+    while len(server.status().instances) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.end() == 0
+    assert one.ask(prompt, forgets=True)["texts"] == first["texts"]
