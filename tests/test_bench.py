@@ -60,6 +60,7 @@ def test_a_result_says_where_and_how_it_was_measured(micro):
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_time_to_the_first_token_is_measured(tmp_path, model_path):
+    """B59."""
     found = bench(tmp_path, "e2e", "--engine", "inproc", "--case", "ram", "--model", str(model_path))
     assert not found["skipped"], found["skipped"]
     cold, hit = found["benches"]["ttft"]
@@ -84,7 +85,6 @@ def test_a_ratio_is_taken_round_by_round():
 
 
 def test_the_list_names_every_bench():
-    """B59."""
     command = [sys.executable, "-m", "bench", "list"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert [line.split()[0] for line in told.splitlines()] == ["hash", "lookup", "copy", "socket", "disk", "ttft"]

@@ -239,7 +239,7 @@ def test_a_directory_is_no_settings_file(tmp_path):
     ],
 )  # fmt: skip
 def test_a_misspelt_key_is_refused_with_the_right_name(sources, message):
-    """An unknown key stops the start and names the nearest right one, spelled for its source."""
+    """B131: an unknown key stops the start and names the nearest right one, spelled for its source."""
     assert refusal(**sources).startswith(f"unknown setting {message}")
 
 
@@ -487,7 +487,7 @@ def test_examples_in_the_page_can_be_set():
 
 
 def test_the_import_is_light():
-    """B131: Importing the settings loads neither YAML nor pydantic, NumPy or torch."""
+    """Importing the settings loads neither YAML nor pydantic, NumPy or torch."""
     code = "import sys, qkvault.config; print(*{'yaml', 'pydantic', 'numpy', 'torch', 'typer'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

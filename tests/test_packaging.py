@@ -22,7 +22,7 @@ def test_core_requirements_are_only_what_a_vllm_environment_has_and_are_never_ca
 
 @pytest.mark.vllm
 def test_installing_beside_vllm_changes_no_installed_version(tmp_path):
-    """The resolver, asked to install us into the environment of vLLM without an index, would install nothing else."""
+    """B132: the resolver, asked to install us beside vLLM without an index, would install nothing else."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", "--quiet"]
     found = subprocess.run([*command, "--report", report, ROOT], capture_output=True, text=True, check=False)
@@ -32,7 +32,7 @@ def test_installing_beside_vllm_changes_no_installed_version(tmp_path):
 
 
 def test_the_command_and_the_connector_are_found_by_their_entry_points():
-    """B132: ``qkvault`` is a command, and vLLM finds the connector as a general plugin."""
+    """``qkvault`` is a command, and vLLM finds the connector as a general plugin."""
     entries = metadata.distribution("qkvault").entry_points
     assert entries.select(group="console_scripts", name="qkvault")["qkvault"].value == "qkvault.cli.app:main"
     assert entries.select(group="vllm.general_plugins")["qkvault"].value == "qkvault.integrations.vllm:register"

@@ -429,7 +429,7 @@ def spans_of(results) -> list[tuple[int, int]]:
 
 @given(prompts, st.booleans())
 def test_a_prompt_is_cut_into_equal_chunks(tokens, save_unfull_chunk):
-    """B2, B8, B14: chunks come in order, equal in size; a shorter last one only with save_unfull_chunk."""
+    """B2, B7, B8, B14: chunks come in order, equal in size; a shorter last one only with save_unfull_chunk."""
     database = ChunkedTokenDatabase(a_space(), save_unfull_chunk=save_unfull_chunk)
     expected = [(start, min(start + 4, len(tokens))) for start in range(0, len(tokens), 4)]
     if not save_unfull_chunk:
@@ -592,7 +592,7 @@ def test_dtypes_of_equal_size_do_not_share():
 
 
 def test_ranks_of_a_folded_space_agree():
-    """B7: B40: databases of any rank and world size yield the same keys once folded, and different ones unfolded."""
+    """B40: databases of any rank and world size yield the same keys once folded, and different ones unfolded."""
     spaces = [a_space(world_size=2, worker_id=0), a_space(world_size=2, worker_id=1), a_space(world_size=8)]
     prompt = range(4)
     folded = {key for space in spaces for _, _, key in ChunkedTokenDatabase(space.folded()).process_tokens(prompt)}

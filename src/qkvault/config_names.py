@@ -19,10 +19,11 @@ LMCACHE_KEYS: Final[dict[str, tuple[str | None, str]]] = {
     "min_retrieve_tokens": ("min_hit_tokens", ""),
     "pin_timeout_sec": ("lease_seconds", ""),
     "blocking_timeout_secs": ("load_deadline_seconds", ""),
+    "enable_kv_events": ("events_endpoint", "where to publish them; those for vLLM follow its own kv_events_config"),
     **dict.fromkeys(("remote_url", "remote_serde", "enable_p2p", "enable_pd", "pd_role"), (None, "")),
     **dict.fromkeys(("enable_blending", "use_layerwise", "enable_controller", "extra_config"), (None, "")),
     **dict.fromkeys(("enable_async_loading", "lookup_timeout_ms", "pin_check_interval_sec"), (None, "")),
-    **dict.fromkeys(("enable_kv_events", "py_enable_gc", "error_handling"), (None, "")),
+    **dict.fromkeys(("py_enable_gc", "error_handling"), (None, "")),
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from qkvault.client import StoreClient
 from qkvault.config import Config
@@ -22,7 +22,10 @@ from qkvault.tiers.base import Tier
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
-__all__ = ["EmbeddedStore", "acquire", "find", "open_driver", "release", "socket_address"]
+if TYPE_CHECKING:
+    from qkvault.publisher import Publisher
+
+__all__ = ["EmbeddedStore", "acquire", "find", "open_driver", "publish", "release", "socket_address"]
 
 _PLAIN: Final = Traits()
 _lock: Final = threading.Lock()
@@ -43,6 +46,11 @@ class EmbeddedStore:
         self.driver = open_driver(config, shared=shared)
         self._server: SocketServer | None = None
         self.num_users = 0
+        try:
+            self._publisher = publish(config, self.driver)
+        except BaseException:
+            self.driver.close(drain_seconds=0.0)
+            raise
 
     def connect(self, client: str) -> StoreClient:
         """A new session, in this process."""
@@ -59,6 +67,8 @@ class EmbeddedStore:
         """End all sessions, finish what was begun, give back memory and threads. Idempotent."""
         if self._server is not None:
             self._server.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self.driver.close(purge=not self.config.disk_keep)
 
 
@@ -113,6 +123,18 @@ def release(store: EmbeddedStore) -> None:
         if store.num_users == 0 and _stores.get(store.config.instance_id) is store:
             del _stores[store.config.instance_id]
             store.close()
+
+
+def publish(config: Config, driver: StoreDriver) -> Publisher | None:
+    """The publisher that the settings ask for, if they do. To be closed before the driver. Raises ConfigError."""
+    if not config.events_endpoint:
+        return None
+    try:
+        from qkvault.publisher import Publisher  # only when it is chosen
+    except ImportError as error:
+        msg = "events_endpoint needs the package pyzmq: pip install 'qkvault[server]'"
+        raise ConfigError(msg) from error
+    return Publisher(driver, config.events_endpoint, config.events_replay_endpoint, config.events_topic)
 
 
 def _open_tiers(config: Config) -> list[Tier]:

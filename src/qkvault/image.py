@@ -31,6 +31,8 @@ _PAYLOAD_CHECK: Final = struct.Struct("<I")
 _PAYLOAD_CHECK_OFFSET: Final = 24
 _KEY_SPAN: Final = slice(36, 84)
 _SECTOR_BYTES: Final = 512
+FIRST: Final = 1  # flag: no chunk comes before it
+PLAIN: Final = 2  # flag: its tokens are token ids, and say all: no salt, adapter, tag or media, here or before it
 _GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
 
 
@@ -44,6 +46,7 @@ class Header(msgspec.Struct, frozen=True):
     header_bytes: int
     payload_bytes: int
     payload_check: int  # payload_check_of the payload; 0 until sealed
+    flags: int = 0  # FIRST, PLAIN
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +113,7 @@ def write_header(image: memoryview, header: Header) -> None:
         raise ValueError(msg)
     prefix = bytearray(PREFIX_BYTES)
     _PREFIX.pack_into(
-        prefix, 0, MAGIC, FORMAT_VERSION, 0, header.header_bytes, header.num_tokens, header.payload_bytes,
+        prefix, 0, MAGIC, FORMAT_VERSION, header.flags, header.header_bytes, header.num_tokens, header.payload_bytes,
         0, 0, len(header.space), header.key, header.parent,
     )  # fmt: skip
     rest = header.tokens + header.space + bytes(header.header_bytes - end)
@@ -138,7 +141,7 @@ def read_header(image: memoryview) -> Header:
     (
         magic,
         version,
-        _,
+        flags,
         header_bytes,
         num_tokens,
         payload_bytes,
@@ -163,7 +166,7 @@ def read_header(image: memoryview) -> Header:
         msg = "the header's check sum is wrong"
         raise ValueError(msg)
     tokens, space = rest[:tokens_bytes], rest[tokens_bytes : tokens_bytes + space_bytes]
-    return Header(ChunkKey(key), ChunkKey(parent), tokens, space, header_bytes, payload_bytes, payload_check)
+    return Header(ChunkKey(key), ChunkKey(parent), tokens, space, header_bytes, payload_bytes, payload_check, flags)
 
 
 def verify_payload(image: memoryview, header: Header) -> None:
@@ -200,12 +203,13 @@ class Peek(NamedTuple):
     header_bytes: int
     payload_bytes: int
     space: bytes
+    flags: int
 
 
 def peek(image: memoryview) -> Peek | None:
     """What an image in RAM says right now, at the cost of one unpack; None if its header was wiped."""
-    magic, _, _, header_bytes, num_tokens, payload_bytes, _, _, space_bytes, key, _ = _PREFIX.unpack_from(image, 0)
+    magic, _, flags, header_bytes, num_tokens, payload_bytes, _, _, space_bytes, key, _ = _PREFIX.unpack_from(image, 0)
     if magic != MAGIC:
         return None
     start = PREFIX_BYTES + num_tokens * TOKEN_BYTES
-    return Peek(key, num_tokens, header_bytes, payload_bytes, bytes(image[start : start + space_bytes]))
+    return Peek(key, num_tokens, header_bytes, payload_bytes, bytes(image[start : start + space_bytes]), flags)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from qkvault.image import check_of
+from qkvault.image import FIRST, PLAIN, check_of
 from qkvault.keys import KeySpace, RequestIdentity
 from qkvault.tokens import TokenHasher, token_bytes
 from qkvault.transfer import LoadItem, SaveItem
@@ -94,8 +94,15 @@ class Prefix:
             chunk_hash, tokens = self._hasher.chunk(number, stop - first)
             tokens = self._compared(number, tokens)
             key, parent = self._space.chunk_key(chunk_hash), self._space.chunk_key(self._hasher.parent_of(number))
-            items.append(SaveItem(key, parent, tokens, tuple(block_ids[first // block_size : stop // block_size])))
+            ids = tuple(block_ids[first // block_size : stop // block_size])
+            items.append(SaveItem(key, parent, tokens, ids, self._flags(first, stop)))
         return items
+
+    def _flags(self, first: int, stop: int) -> int:
+        identity = self._hasher.identity
+        is_plain = not (identity.cache_salt or identity.adapter or identity.tags)
+        is_plain = is_plain and all(span.start >= stop for span in identity.media)
+        return (0 if first else FIRST) | (PLAIN if is_plain else 0)
 
     def _compared(self, number: int, tokens: bytes | None = None) -> bytes:
         """``tokens`` of a chunk (None: all that there are), as they are compared with those of other chunks.

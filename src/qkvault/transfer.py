@@ -40,6 +40,7 @@ class SaveItem(NamedTuple):
     parent: bytes
     tokens: bytes
     block_ids: Sequence[int]
+    flags: int = 0  # of the image: FIRST, PLAIN
 
     @property
     def num_tokens(self) -> int:
@@ -265,6 +266,7 @@ class Transfer:
             self._header_bytes,
             payload_bytes,
             0,
+            item.flags,
         )
         return self.client.pool.view(offset, self._header_bytes + payload_bytes), header
 

@@ -68,7 +68,7 @@ def test_a_lookup_brings_up_what_it_found(lower, make_site, make_tokens):
 
 
 def test_a_prompt_in_ram_and_below_comes_whole(lower, make_site, make_tokens):
-    """The head of a prompt in RAM and its rest in a tier are one hit."""
+    """B58: The head of a prompt in RAM and its rest in a tier are one hit."""
     site = make_site(lower)
     tokens = make_tokens(4 * CHUNK + 2 * BLOCK)
     site.store(tokens)
@@ -337,7 +337,7 @@ def test_a_tier_that_is_gone_is_a_miss(lower, tier, make_site, make_tokens):
 
 
 def test_a_prompt_longer_than_ram_is_served_as_far_as_ram_goes(make_cache, make_site, make_tokens, image_bytes):
-    """B58: A chain in a tier that does not fit RAM comes up from its head, and is right as far as it came."""
+    """A chain in a tier that does not fit RAM comes up from its head, and is right as far as it came."""
     tier = DictTier()
     first = make_cache(tier)
     tokens = make_tokens(6 * CHUNK)

@@ -211,6 +211,7 @@ def test_a_file_gives_the_right_bytes_or_none(disk, slots, root, data, payload_b
 
 
 def test_one_flipped_byte_in_each_file(disk, slots, root):
+    """B123."""
     pieces = [slots.image(n, 5000 + n) for n in range(10)]
     disk.store(*pieces)
     for n, piece in enumerate(pieces):
@@ -466,5 +467,4 @@ def test_outcomes_are_counted(disk, slots):
 
 
 def test_a_tier_is_known_by_its_name():
-    """B123."""
     assert TIERS.load("disk") is DiskTier

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import qkvault
 from qkvault.client import StoreClient
 from qkvault.config import Loaded
-from qkvault.embedded import open_driver
+from qkvault.embedded import open_driver, publish
 from qkvault.errors import ConfigError
 from qkvault.server.places import http_place, require_free, require_sound, server_tls, store_places
 from qkvault.store.driver import Traits
@@ -20,6 +20,7 @@ from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
 if TYPE_CHECKING:
+    from qkvault.publisher import Publisher
     from qkvault.server.http import HttpServer
 
 _DRAIN_SECONDS: Final = 60.0  # for what is still to be written to disk; systemd waits 90 s for a service to stop
@@ -49,7 +50,9 @@ class Server:
         self.driver = open_driver(config, shared=True, traits=_traits(loaded))
         self._sockets: list[SocketServer] = []
         self._http: HttpServer | None = None
+        self._publisher: Publisher | None = None
         try:
+            self._publisher = publish(config, self.driver)
             for place in places:
                 self._sockets.append(
                     SocketServer(
@@ -86,6 +89,8 @@ class Server:
         self.is_closing = True
         for server in self._sockets:
             server.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self.driver.close(drain_seconds=drain_seconds, purge=not self.loaded.config.disk_keep)
         if self._http is not None:  # last: until then /healthz says that we are stopping
             self._http.close()

@@ -10,6 +10,7 @@ from typing import Final
 from qkvault.image import sketch_of, tokens_in
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
+from qkvault.store.feed import Feed
 from qkvault.store.index import Entry, Index
 from qkvault.store.leases import Lease, LeaseTable, Partial
 from qkvault.store.ledger import Ledger
@@ -45,7 +46,7 @@ class Core:
         self.room.on_evicted(self._slot_lost)
         self.tiering = Tiering(list(books), self.index, self.room, self._tier_lost)
         self.leases = LeaseTable(lease_seconds)
-        self.ledger = Ledger()
+        self.ledger = Ledger(Feed(self.index, self.room.image, self.tiering.books))
         self.hot_cache = hot_cache
         self.is_frozen = False
         self.num_doomed = 0  # entries that are to go

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from qkvault.errors import InvariantError
+from qkvault.events import StoreEvent
 from qkvault.logs import get_logger
 from qkvault.pool import Pool
-from qkvault.store.ledger import StoreEvent
+from qkvault.store.feed import PAGE
 from qkvault.store.manager import StorageManager
 from qkvault.store.sessions import Session, Sessions
 from qkvault.store.status import status_of
@@ -142,10 +143,10 @@ class StoreDriver:
             if not self._is_closing:
                 self._changed.wait(timeout_seconds)
 
-    def take_events(self) -> list[StoreEvent]:
-        """Events since the last call; the first call switches them on and tells what is here."""
+    def take_events(self, limit: int = PAGE, *, start_over: bool = False) -> list[StoreEvent]:
+        """As ``Feed.take``, from any thread. There is one feed: what one caller takes no other sees."""
         with self._lock:
-            return self.manager.take_events()
+            return self.manager.take_events(limit, start_over=start_over)
 
     def is_idle(self) -> bool:
         """Whether no tier job is under way and no tier is being scanned."""

@@ -124,6 +124,10 @@ class Index:
         """Every entry, placeholders included."""
         return iter(self._entries.values())
 
+    def keys_backwards(self) -> Iterator[bytes]:
+        """Every key, placeholders included; a parent comes after its children."""
+        return reversed(self._entries)
+
     def get(self, key: bytes) -> Entry | None:
         """The entry of ``key``, if there is one."""
         return self._entries.get(key)

@@ -1,4 +1,4 @@
-"""What happened, by outcome: counters that only rise, and the events that routers and tests read."""
+"""What happened, by outcome: counters that only rise. The feed hears of it too."""
 
 from __future__ import annotations
 
@@ -6,27 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
+from qkvault.store.feed import Feed
 from qkvault.store.index import Entry
+from qkvault.tiers.base import Found
 from qkvault.types import Medium, Outcome
-
-
-class StoreEvent(msgspec.Struct, frozen=True):
-    """A chunk has become readable in a medium, or has left it.
-
-    ``reason`` says why it left: ``evicted``, ``cooled`` (the hot cache is off), ``cleared``, ``superseded`` (a longer
-    chunk holds its tokens), ``absent`` or ``corrupt`` (the tier did not have what it should). ``tier`` is the tier's
-    name, ``ram`` for RAM.
-    """
-
-    stored: bool
-    medium: Medium
-    key: bytes
-    parent: bytes
-    num_tokens: int
-    reason: str = ""
-    tier: str = ""
 
 
 @dataclass(slots=True)
@@ -49,33 +32,27 @@ class Counters:
 
 
 class Ledger:
-    """Counters and, once somebody wants them, events."""
+    """Counters, and the feed."""
 
-    def __init__(self) -> None:
-        """All zero; events off."""
+    def __init__(self, feed: Feed) -> None:
+        """All zero."""
         self.counters = Counters()
-        self.wants_events = False
-        self._events: list[StoreEvent] = []
-
-    def take_events(self) -> list[StoreEvent]:
-        """Events since the last call, in order."""
-        events, self._events = self._events, []
-        return events
+        self.feed = feed
 
     def count_outcomes(self, outcomes: Iterable[Outcome]) -> None:
         """What became of the chunks of one reserve."""
         self.counters.outcomes.update(outcomes)
 
-    def stored(self, entry: Entry, medium: Medium, tier: str) -> None:
-        """``entry`` has become readable in ``tier``, which is a ``medium``."""
+    def stored(self, entry: Entry, medium: Medium, tier: str, found: Found | None = None) -> None:
+        """``entry`` has become readable in ``tier``, which is a ``medium``; ``found`` there by a scan."""
         self.counters.stored[medium] += 1
         self.counters.stored_bytes[medium] += entry.image_bytes
-        self.tell(entry, medium, tier, stored=True)
+        self.feed.tell(entry, medium, tier, stored=True, found=found)
 
     def removed(self, entry: Entry, medium: Medium, tier: str, reason: str) -> None:
         """``entry`` has left ``tier``."""
         self.counters.removed[medium, reason] += 1
-        self.tell(entry, medium, tier, stored=False, reason=reason)
+        self.feed.tell(entry, medium, tier, stored=False, reason=reason)
 
     def loaded(self, tier: str, entry: Entry) -> None:
         """``entry`` came up from ``tier``."""
@@ -85,9 +62,3 @@ class Ledger:
     def failed(self, tier: str, reason: str) -> None:
         """A job of ``tier`` failed for one chunk."""
         self.counters.failed[tier, reason] += 1
-
-    def tell(self, entry: Entry, medium: Medium, tier: str, *, stored: bool, reason: str = "") -> None:
-        """Note an event, if anybody wants them."""
-        if self.wants_events:
-            parent = entry.parent.key if entry.parent is not None else b""
-            self._events.append(StoreEvent(stored, medium, entry.key, parent, entry.num_tokens, reason, tier))

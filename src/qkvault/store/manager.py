@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
+from qkvault.events import StoreEvent
 from qkvault.image import PREFIX_BYTES, key_in
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
-from qkvault.store.core import RAM, Core
+from qkvault.store.core import Core
+from qkvault.store.feed import PAGE
 from qkvault.store.index import NOWHERE
 from qkvault.store.leases import Lease
-from qkvault.store.ledger import StoreEvent
 from qkvault.store.tiering import CORRUPT, TierBook
 from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
 from qkvault.types import (
@@ -32,7 +33,6 @@ from qkvault.types import (
     TOKEN_BYTES,
     ChunkRefs,
     ChunkState,
-    Medium,
     NewChunk,
     Outcome,
 )
@@ -281,7 +281,7 @@ class StorageManager(Core):
         for chunk in found:
             entry = self.tiering.adopt(book, chunk)
             if entry is not None:
-                self.ledger.stored(entry, book.medium, book.name)
+                self.ledger.stored(entry, book.medium, book.name, chunk)
 
     def take_jobs(self) -> list[tuple[int, TierJob]]:
         """Jobs that the tiers are to be given, each with its tier's number."""
@@ -312,17 +312,9 @@ class StorageManager(Core):
         for entry in [entry for entry in self.index if entry.state is ChunkState.READY]:
             self._settle(entry)
 
-    def take_events(self) -> list[StoreEvent]:
-        """Events since the last call; the first call switches them on and tells what is here."""
-        if not self.ledger.wants_events:
-            self.ledger.wants_events = True
-            for entry in self.index:
-                if entry.state is ChunkState.READY:
-                    self.ledger.tell(entry, Medium.RAM, RAM, stored=True)
-                for book in self.tiering.books:
-                    if entry.tiers & book.bit:
-                        self.ledger.tell(entry, book.medium, book.name, stored=True)
-        return self.ledger.take_events()
+    def take_events(self, limit: int = PAGE, *, start_over: bool = False) -> list[StoreEvent]:
+        """As ``Feed.take``: the first call switches events on and tells what is here."""
+        return self.ledger.feed.take(limit, start_over=start_over)
 
     def check(self) -> None:
         """Raise InvariantError unless all that must always hold does."""

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from qkvault.events import StoreEvent
 from qkvault.image import Header, check_of, header_bytes_for, read_header, sketch_of, write_header
-from qkvault.store.ledger import StoreEvent
 from qkvault.types import HASH_BYTES, SPACE_BYTES, TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk
 from qkvault.wire.messages import Located
 
@@ -134,6 +134,9 @@ class StoreModel:
     def hear(self, events: Iterable[StoreEvent]) -> None:
         """Follow the store's events: a chunk comes before it leaves, and is not evicted before its children."""
         for event in events:
+            if not event.key:  # the reader was late, and is told everything anew
+                self.contents.clear()
+                continue
             here = self.contents[event.tier]
             assert (event.key in here) != event.stored, f"told twice: {event}"
             assert bool(event.reason) != event.stored, f"a removal has a reason, a store none: {event}"

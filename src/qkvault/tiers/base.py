@@ -52,7 +52,7 @@ class JobResult(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """One chunk that a scan found in a tier."""
+    """One chunk that a scan found in a tier. What its header says besides is for those who hear events."""
 
     key: bytes
     parent: bytes
@@ -60,6 +60,9 @@ class Found(msgspec.Struct, frozen=True):
     num_tokens: int
     image_bytes: int
     stored_bytes: int  # what it takes in the tier; counts against the capacity
+    tokens: bytes = b""  # as in the header, like those below; a tier that does not tell them is fine
+    space: bytes = b""
+    flags: int = 0
 
 
 class Tier(ABC):

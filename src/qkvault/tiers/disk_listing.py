@@ -75,7 +75,17 @@ def found_in(header: Header | None, key: bytes) -> Found | None:
         return None
     image_bytes = header.header_bytes + header.payload_bytes
     sketch = sketch_of(header.tokens)
-    return Found(key, header.parent, sketch, header.num_tokens, image_bytes, align_up(image_bytes))
+    return Found(
+        key,
+        header.parent,
+        sketch,
+        header.num_tokens,
+        image_bytes,
+        align_up(image_bytes),
+        header.tokens,
+        header.space,
+        header.flags,
+    )
 
 
 def size_of(path: str) -> int | None:

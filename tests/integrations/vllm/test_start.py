@@ -56,7 +56,7 @@ def test_drafts_of_a_model_are_refused(refusal, method):
 
 
 def test_models_of_other_attention_are_refused(refusal, toy):
-    """Several groups, sliding windows, states and whatever else is not one group of full attention."""
+    """B130: Several groups, sliding windows, states and whatever else is not one group of full attention."""
     from vllm.v1.kv_cache_interface import RSWASpec, SlidingWindowSpec
 
     fields = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": toy.torch.float32}
@@ -236,6 +236,6 @@ class TestVersions:
         assert last.startswith("ImportError: this QKVault supports vLLM 0.32, ")
 
     def test_a_vllm_without_a_registry_is_left_alone(self, tmp_path):
-        """B130: The plugin runs in each process of any vLLM, and must not break one that we do not support."""
+        """The plugin runs in each process of any vLLM, and must not break one that we do not support."""
         done = run_under(tmp_path, "from qkvault.integrations.vllm import register; register()")
         assert (done.returncode, done.stdout) == (0, "")

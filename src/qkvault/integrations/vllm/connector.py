@@ -30,6 +30,7 @@ from qkvault.integrations.vllm.compat import (
     KVConnectorRole,
     SupportsHMA,
 )
+from qkvault.integrations.vllm.events import EngineEvents
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
 from qkvault.integrations.vllm.scheduler import Engine, SchedulerSide
 from qkvault.integrations.vllm.worker import WorkerSide
@@ -106,6 +107,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         self._store: embedded.EmbeddedStore | None = None
+        self._events: EngineEvents | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler()
 
@@ -121,6 +123,9 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             try:
                 if store.num_users == 1:
                     store.serve(embedded.socket_address(self._instance_id))
+                    told = self._vllm_config.kv_events_config
+                    if told is not None and told.enable_kv_cache_events and not self._config.events_endpoint:
+                        self._events = EngineEvents(store.driver)
             except BaseException:
                 embedded.release(store)
                 raise
@@ -281,9 +286,10 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.reset()
         return True
 
+    @_guarded(tuple)
     def take_events(self) -> Iterable[object]:
-        """None yet."""
-        return ()
+        """What the store has to tell, if vLLM publishes events and the store does not do so itself."""
+        return self._events.take() if self._events is not None else ()
 
     @_guarded(_nothing)
     def shutdown(self) -> None:
