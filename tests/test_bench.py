@@ -84,6 +84,7 @@ def test_a_ratio_is_taken_round_by_round():
 
 
 def test_the_list_names_every_bench():
+    """B59."""
     command = [sys.executable, "-m", "bench", "list"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert [line.split()[0] for line in told.splitlines()] == ["hash", "lookup", "copy", "socket", "disk", "ttft"]

@@ -487,7 +487,7 @@ def test_examples_in_the_page_can_be_set():
 
 
 def test_the_import_is_light():
-    """Importing the settings loads neither YAML nor pydantic, NumPy or torch."""
+    """B131: Importing the settings loads neither YAML nor pydantic, NumPy or torch."""
     code = "import sys, qkvault.config; print(*{'yaml', 'pydantic', 'numpy', 'torch', 'typer'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

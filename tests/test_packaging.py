@@ -32,7 +32,7 @@ def test_installing_beside_vllm_changes_no_installed_version(tmp_path):
 
 
 def test_the_command_and_the_connector_are_found_by_their_entry_points():
-    """``qkvault`` is a command, and vLLM finds the connector as a general plugin."""
+    """B132: ``qkvault`` is a command, and vLLM finds the connector as a general plugin."""
     entries = metadata.distribution("qkvault").entry_points
     assert entries.select(group="console_scripts", name="qkvault")["qkvault"].value == "qkvault.cli.app:main"
     assert entries.select(group="vllm.general_plugins")["qkvault"].value == "qkvault.integrations.vllm:register"

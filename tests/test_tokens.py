@@ -592,7 +592,7 @@ def test_dtypes_of_equal_size_do_not_share():
 
 
 def test_ranks_of_a_folded_space_agree():
-    """B40: databases of any rank and world size yield the same keys once folded, and different ones unfolded."""
+    """B7: B40: databases of any rank and world size yield the same keys once folded, and different ones unfolded."""
     spaces = [a_space(world_size=2, worker_id=0), a_space(world_size=2, worker_id=1), a_space(world_size=8)]
     prompt = range(4)
     folded = {key for space in spaces for _, _, key in ChunkedTokenDatabase(space.folded()).process_tokens(prompt)}

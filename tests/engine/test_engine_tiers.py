@@ -337,7 +337,7 @@ def test_a_tier_that_is_gone_is_a_miss(lower, tier, make_site, make_tokens):
 
 
 def test_a_prompt_longer_than_ram_is_served_as_far_as_ram_goes(make_cache, make_site, make_tokens, image_bytes):
-    """A chain in a tier that does not fit RAM comes up from its head, and is right as far as it came."""
+    """B58: A chain in a tier that does not fit RAM comes up from its head, and is right as far as it came."""
     tier = DictTier()
     first = make_cache(tier)
     tokens = make_tokens(6 * CHUNK)

@@ -466,4 +466,5 @@ def test_outcomes_are_counted(disk, slots):
 
 
 def test_a_tier_is_known_by_its_name():
+    """B123."""
     assert TIERS.load("disk") is DiskTier

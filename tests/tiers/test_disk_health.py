@@ -81,6 +81,7 @@ def fill(disk, slots, first=0):
 
 
 def test_a_full_disk_still_loads(make_disk, slots, small_disk, caplog):
+    """B124."""
     disk = make_disk(small_disk / "tier", probe_seconds=1000.0)
     stored, too_many = fill(disk, slots)
     for _ in range(3):
@@ -140,6 +141,7 @@ def remount(path, mode):
 
 
 def test_a_read_only_disk_still_loads(make_disk, slots, small_disk, caplog):
+    """B124."""
     disk = make_disk(small_disk / "tier")
     stored, other, old = slots.image(1), slots.image(2), slots.image(3)
     disk.store(stored, old)
@@ -181,6 +183,7 @@ def test_a_read_only_directory_is_refused_at_start(small_disk):
 
 
 def test_a_directory_that_vanishes_is_made_again(make_disk, slots, root, caplog):
+    """B124."""
     disk = make_disk()
     stored = slots.image(1)
     disk.store(stored)
@@ -328,7 +331,7 @@ def stuck_read(monkeypatch, gate):
 
 
 def test_a_read_that_hangs_fails_what_waits_and_keeps_its_slot(make_disk, slots, stuck_read):
-    """Its job is returned, and its slot free for others, only when the system has let go of it."""
+    """B124: Its job is returned, and its slot free for others, only when the system has let go of it."""
     disk = make_disk(workers=1, read_deadline_seconds=0.01)
     first, second = slots.image(1), slots.image(2)
     disk.store(first, second)
@@ -367,6 +370,7 @@ def test_one_read_that_hangs_does_not_keep_a_tier_of_several_workers_down(make_d
 
 
 def test_writes_that_hang_in_every_thread_fail_loads_too(make_disk, slots, gate, monkeypatch):
+    """B124."""
     disk = make_disk(workers=2, write_deadline_seconds=0.01)
     stored = slots.image(1)
     disk.store(stored)

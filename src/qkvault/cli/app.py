@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from qkvault.cli import check, config, doctor, serve
+from qkvault.cli import check, config, doctor, serve, store, top
 from qkvault.cli.output import JsonOption, print_json
 from qkvault.errors import ConfigError, QKVaultError
 
@@ -38,6 +38,12 @@ app.add_typer(config.app, name="config")
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
 app.command("serve")(serve.serve)
+app.command("status")(store.status)
+app.command("lookup")(store.lookup)
+app.command("clear")(store.clear)
+app.command("freeze")(store.freeze)
+app.command("hot-cache")(store.hot_cache)
+app.command("top")(top.top)
 
 
 @app.command()

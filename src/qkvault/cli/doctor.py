@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 import typer
 
 from qkvault.cli.output import JsonOption, print_json, print_table
-from qkvault.errors import ConfigError
+from qkvault.cli.store import AddressOption
+from qkvault.errors import ConfigError, QKVaultError, Unavailable
 from qkvault.units import approximate_size
 
 if TYPE_CHECKING:
@@ -39,9 +41,9 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def doctor(*, as_json: JsonOption = False, root: RootOption = Path("/")) -> None:
+def doctor(*, address: AddressOption = None, as_json: JsonOption = False, root: RootOption = Path("/")) -> None:
     """Look at what matters to the cache on this machine. Exit code 1 if something will not work."""
-    findings = list(examine(root))
+    findings = list(examine(root, address))
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:
@@ -53,8 +55,11 @@ def doctor(*, as_json: JsonOption = False, root: RootOption = Path("/")) -> None
         raise typer.Exit(1)
 
 
-def examine(root: Path = Path("/")) -> Iterator[Finding]:
-    """Everything that is looked at, with the settings in force. ``root`` holds proc, sys and dev."""
+def examine(root: Path = Path("/"), address: str | None = None) -> Iterator[Finding]:
+    """Everything that is looked at, with the settings in force. ``root`` holds proc, sys and dev.
+
+    ``address`` is where a server is looked for, in place of what the settings say.
+    """
     from qkvault.config import Config, load
 
     yield from _versions()
@@ -67,10 +72,11 @@ def examine(root: Path = Path("/")) -> Iterator[Finding]:
         config = Config()
         yield Finding("settings", "not usable", "problem", str(error))
     yield from _memory(config, root)
-    yield _shared_memory(config, root)
-    yield _huge_pages(root)
+    yield _shared_memory()
+    yield from _huge_pages(root)
     if config.disk_path is not None:
         yield _disk(config.disk_path, config.disk_bytes)
+    yield _server(config, address)
 
 
 def _versions() -> Iterator[Finding]:
@@ -139,30 +145,55 @@ def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
     return min((number for number in numbers if number < UNLIMITED_BYTES), default=None)
 
 
-def _shared_memory(config: Config, root: Path) -> Finding:
+def _shared_memory() -> Finding:
+    """The pool that processes share has no name in any file system (docs/decisions/0007)."""
+    if not hasattr(os, "memfd_create"):
+        return Finding("shared memory", "no memfd", "problem", "processes can only share a cache on Linux")
+    return Finding("shared memory", "memfd: neither the size of /dev/shm nor `ulimit -l` limits it")
+
+
+def _huge_pages(root: Path) -> Iterator[Finding]:
+    """The mode in brackets: ``always [madvise] never``; one for private memory, one for what processes share."""
+    for name, file in (("transparent huge pages", "enabled"), ("huge pages for shared memory", "shmem_enabled")):
+        modes = _read(root / "sys/kernel/mm/transparent_hugepage" / file)
+        mode = modes.partition("[")[2].partition("]")[0]
+        if mode != "never":
+            yield Finding(name, mode or "unknown")
+            continue
+        wanted = "madvise" if file == "enabled" else "advise"
+        advice = f"with {wanted} (in /sys/kernel/mm/transparent_hugepage/{file}) a large pool costs fewer page faults"
+        yield Finding(name, mode, "note", advice)
+
+
+def _server(config: Config, address: str | None) -> Finding:
+    """Whether a store answers, and whether it fits what is configured here."""
+    from qkvault import __version__
+    from qkvault.connecting import open_transport
+
+    chosen = address or config.address
     try:
-        space = os.statvfs(root / "dev/shm")
-    except OSError:
-        return Finding("shared memory", "none", "note", "processes can only share a cache where /dev/shm is mounted")
-    total_bytes, free_bytes = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    value = f"{approximate_size(total_bytes)} in /dev/shm, {approximate_size(free_bytes)} free"
-    if free_bytes >= config.ram_bytes:
-        return Finding("shared memory", value)
-    advice = (
-        f"too small for a pool of {approximate_size(config.ram_bytes)} that processes share: "
-        "start the container with --shm-size or --ipc=host"
+        with closing(open_transport(config, "qkvault-doctor", address=chosen)) as transport:
+            where, welcome = transport.address, transport.welcome
+    except Unavailable as error:
+        if chosen is None or config.autostart:
+            return Finding("server", f"none at {chosen or 'the default address'}")
+        return Finding("server", f"none at {chosen}", "problem", f"{error}; start one with `qkvault serve`")
+    except QKVaultError as error:
+        return Finding("server", "cannot be asked", "problem", str(error))
+    value = (
+        f"qkvault {welcome.server_version} at {where}, pool {approximate_size(welcome.pool_bytes)}, "
+        f"chunks of {welcome.chunk_size} tokens, {welcome.hash_algorithm}"
     )
-    return Finding("shared memory", value, "note", advice)
-
-
-def _huge_pages(root: Path) -> Finding:
-    """The mode in brackets: ``always [madvise] never``."""
-    modes = _read(root / "sys/kernel/mm/transparent_hugepage/enabled")
-    mode = modes.partition("[")[2].partition("]")[0]
-    if mode != "never":
-        return Finding("transparent huge pages", mode or "unknown")
-    advice = "with madvise (in /sys/kernel/mm/transparent_hugepage/enabled) a large pool costs fewer page faults"
-    return Finding("transparent huge pages", mode, "note", advice)
+    ours = (config.chunk_size, config.hash_algorithm)
+    if ours != (welcome.chunk_size, welcome.hash_algorithm):
+        advice = (
+            f"engines with these settings (chunk_size={ours[0]}, hash_algorithm={ours[1]}) find nothing that engines "
+            "with the server's have stored: give both the same"
+        )
+        return Finding("server", value, "problem", advice)
+    if welcome.server_version != __version__:
+        return Finding("server", value, "note", f"this is qkvault {__version__}: restart the server after an upgrade")
+    return Finding("server", value)
 
 
 def _disk(path: str, cap_bytes: int) -> Finding:

@@ -22,7 +22,7 @@ def store_places(config: Config) -> list[Address]:
     texts = [text.strip() for text in config.listen.split(",") if text.strip()]
     places = [parse_address(text) for text in texts or [config.address or default_address()]]
     for place in places:
-        if places.count(place) > 1 and place.port != 0:
+        if places.count(place) > 1 and (place.is_unix or place.port):
             msg = f"listen names {place} twice"
             raise ConfigError(msg)
         _require_safe(config, place, "listen")

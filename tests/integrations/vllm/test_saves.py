@@ -55,7 +55,7 @@ def test_only_what_was_computed_from_true_tokens_is_stored(toy, toy_engine, prom
 
 @ALL
 def test_generated_tokens_are_stored_for_the_next_turn(toy, toy_engine, prompts, options):
-    """A turn's prompt and its answer, but for the last token, are there when the talk goes on."""
+    """B60: a turn's prompt and its answer, but for the last token, are there when the talk goes on."""
     engine = toy_engine(**options)
     prompt = prompts(100)
     engine.ask(prompt, max_tokens=150)

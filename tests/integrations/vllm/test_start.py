@@ -236,6 +236,6 @@ class TestVersions:
         assert last.startswith("ImportError: this QKVault supports vLLM 0.32, ")
 
     def test_a_vllm_without_a_registry_is_left_alone(self, tmp_path):
-        """The plugin runs in each process of any vLLM, and must not break one that we do not support."""
+        """B130: The plugin runs in each process of any vLLM, and must not break one that we do not support."""
         done = run_under(tmp_path, "from qkvault.integrations.vllm import register; register()")
         assert (done.returncode, done.stdout) == (0, "")

@@ -1,0 +1,240 @@
+"""``qkvault status``, ``lookup``, ``clear``, ``freeze`` and ``hot-cache``: questions and orders to a running store.
+
+They speak the store's own protocol, so that they work wherever an engine's would.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qkvault.cli.config import FileOption, SetOption, split
+from qkvault.cli.output import JsonOption, print_json, print_table
+from qkvault.errors import ConfigError, DeadlineExceeded, Unavailable
+from qkvault.units import approximate_size
+
+if TYPE_CHECKING:
+    from qkvault.client import StoreClient
+    from qkvault.wire.messages import Status
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option("--address", metavar="ADDRESS", help="Where the store is; else the setting, else the default."),
+]
+
+
+class OnOff(str, Enum):
+    """A switch."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@contextmanager
+def reach(address: str | None, file: Path | None = None, settings: list[str] | None = None) -> Iterator[StoreClient]:
+    """A session with the store at ``address``, with the token and certificate of the settings.
+
+    Raises ConfigError, and Unavailable with what to do about it.
+    """
+    from qkvault.config import load
+    from qkvault.connecting import open_client
+
+    config = load(file, cli=split(settings)).config
+    try:
+        with closing(open_client(config, "qkvault-cli", address=address)) as client:
+            yield client
+    except DeadlineExceeded as error:
+        msg = f"{error}; it may be overloaded or stopped: try --set timeout_seconds=10"
+        raise DeadlineExceeded(msg) from error
+    except Unavailable as error:
+        msg = f"{error}; start one with `qkvault serve`, or say where it is with --address"
+        raise Unavailable(msg) from error
+
+
+def status(
+    *,
+    address: AddressOption = None,
+    file: FileOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a store holds, who is connected and what happened so far."""
+    from qkvault.reports import status_report
+
+    with reach(address, file, settings) as client:
+        found = client.status()
+    if as_json:
+        print_json(status_report(found))
+        return
+    print_table(("medium", "used", "of", "chunks", ""), media_rows(found))
+    switches = [
+        ("frozen", found.is_frozen),
+        ("without hot cache", not found.hot_cache),
+        ("scanning", found.is_scanning),
+    ]
+    state = ", ".join(name for name, is_on in switches if is_on) or "running"
+    typer.echo(f"\n{state}; clients {found.num_sessions}, leases {found.num_leases}, tier jobs {found.num_jobs}")
+    counters = found.counters
+    asked, hits = counters.get("chunks_asked", 0), counters.get("chunks_found", 0)
+    rate = f" ({hits / asked:.1%})" if asked else ""
+    typer.echo(f"lookups {counters.get('lookups', 0)}, chunks asked {asked}, found {hits}{rate}")
+    if found.instances:
+        typer.echo()
+        print_table(("instance", "role", "model", "rank", "pid", "heard", "leases"), instance_rows(found))
+
+
+def media_rows(found: Status) -> list[tuple[str, ...]]:
+    """The rows of a table of media."""
+    return [
+        (
+            medium.name,
+            approximate_size(medium.used_bytes),
+            approximate_size(medium.capacity_bytes),
+            str(medium.num_chunks),
+            "" if medium.is_healthy else "not working",
+        )
+        for medium in found.media
+    ]
+
+
+def instance_rows(found: Status) -> list[tuple[str, ...]]:
+    """The rows of a table of instances."""
+    return [
+        (
+            each.instance.instance_id,
+            each.instance.role,
+            each.instance.model_name,
+            f"{each.instance.worker_id}/{each.instance.world_size}",
+            f"{each.instance.pid}{'@' if each.instance.host else ''}{each.instance.host}",
+            f"{each.seconds_since_heard:.0f} s ago",
+            str(each.num_leases),
+        )
+        for each in found.instances
+    ]
+
+
+def lookup(
+    tokens: Annotated[
+        list[str] | None, typer.Argument(help="Token ids, or with --tokenizer the text. `-` reads them from stdin.")
+    ] = None,
+    *,
+    source: Annotated[Path | None, typer.Option("--from", metavar="PATH", help="Read them from a file.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The model's tokenizer.json, or the folder it is in.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model; else all that the store knows.")] = None,
+    salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
+    adapter: Annotated[str, typer.Option(help="The request's adapter.")] = "",
+    address: AddressOption = None,
+    file: FileOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell how much of a prompt is cached, for each model, and where. Nothing is moved or held."""
+    import msgspec
+
+    from qkvault.keys import RequestIdentity
+    from qkvault.reports import cached_prefixes, read_tokenizer
+
+    text = _text_of(tokens or [], source)
+    token_ids = read_tokenizer(tokenizer, text) if tokenizer is not None else _ids_in(text)
+    identity = RequestIdentity(cache_salt=salt, adapter=adapter)
+    with reach(address, file, settings) as client:
+        found = cached_prefixes(client, token_ids, model_name=model, identity=identity)
+    if as_json:
+        print_json({"num_tokens": len(token_ids), "spaces": msgspec.to_builtins(found)})
+        return
+    if not found:
+        typer.echo("the store knows no such model: an engine has to register first")
+        return
+    rows = [
+        (
+            each.model_name,
+            each.kind,
+            f"{each.worker_id}/{each.world_size}",
+            each.problem or f"{each.cached_tokens} of {each.num_tokens}",
+            ", ".join(f"{count} in {medium}" for medium, count in each.tokens.items()),
+            str(sum(each.chunks.values())),
+        )
+        for each in found
+    ]
+    print_table(("model", "kind", "rank", "tokens cached", "where", "chunks"), rows)
+
+
+def clear(
+    *,
+    ram_only: Annotated[bool, typer.Option("--ram-only", help="Leave what is on disk.")] = False,
+    address: AddressOption = None,
+    file: FileOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Have a store forget everything, or what lies idle in RAM."""
+    with reach(address, file, settings) as client:
+        count = client.clear(lower_tiers=not ram_only)
+    if as_json:
+        print_json({"num_chunks": count})
+    else:
+        typer.echo(f"{count} chunks cleared")
+
+
+def freeze(
+    state: Annotated[OnOff, typer.Argument(help="Frozen, a store serves what is in RAM, and stores nothing.")],
+    *,
+    address: AddressOption = None,
+    file: FileOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Freeze a store, or thaw it."""
+    with reach(address, file, settings) as client:
+        is_frozen = client.switch(frozen=state is OnOff.ON).is_frozen
+    if as_json:
+        print_json({"is_frozen": is_frozen})
+    else:
+        typer.echo("frozen" if is_frozen else "not frozen")
+
+
+def hot_cache(
+    state: Annotated[OnOff, typer.Argument(help="Off, RAM is emptied, and keeps nothing that a lower tier holds.")],
+    *,
+    address: AddressOption = None,
+    file: FileOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Switch a store's cache in RAM on or off."""
+    with reach(address, file, settings) as client:
+        is_on = client.switch(hot_cache=state is OnOff.ON).hot_cache
+    if as_json:
+        print_json({"hot_cache": is_on})
+    else:
+        typer.echo(f"hot cache {'on' if is_on else 'off'}")
+
+
+def _text_of(words: list[str], source: Path | None) -> str:
+    if (source is not None) == bool(words):
+        msg = "give token ids or text, `-` for stdin, or --from PATH: one of them"
+        raise ConfigError(msg)
+    if source is not None:
+        try:
+            return source.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            msg = f"cannot read {source}: {error}"
+            raise ConfigError(msg) from error
+    return sys.stdin.read() if words == ["-"] else " ".join(words)
+
+
+def _ids_in(text: str) -> list[int]:
+    """Ids between blanks, commas or brackets."""
+    words = text.translate(str.maketrans(",[]\n\t", "     ")).split()
+    if wrong := next((word for word in words if not (word.isascii() and word.isdecimal())), None):
+        msg = f"{wrong!r} is not a token id: for text, name the model's --tokenizer"
+        raise ConfigError(msg)
+    return [int(word) for word in words]

@@ -1,0 +1,235 @@
+"""Commands that speak to a running store: status, lookup, clear, freeze, hot-cache, top, and the doctor's question."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+
+import pytest
+from typer.testing import CliRunner
+
+from qkvault.cli.app import app
+from qkvault.cli.doctor import examine
+from qkvault.cli.top import tick_between
+from qkvault.config import load
+from qkvault.connecting import default_address
+from qkvault.keys import KeySpace
+from qkvault.layout import ChunkLayout
+from qkvault.server.server import Server
+from qkvault.spaces import SpaceDescription
+from qkvault.testing.store_model import ModelChunk
+from qkvault.tokens import TokenHasher
+from qkvault.types import CacheKind
+from qkvault.wire.messages import Instance, Status, TierStatus
+
+TOKENS = list(range(70))
+LAYOUT = ChunkLayout(
+    kind=CacheKind.KV, num_layers=1, num_heads=1, head_size=8, num_parts=2, dtype="float32", block_size=16,
+    chunk_size=32, order="LBHNPD",
+)  # fmt: skip
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """The runtime directory of these tests."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def server():
+    """A server at the default address."""
+    with closing(Server(load(env={}, cli={"ram_bytes": 1 << 22, "prefault": False, "chunk_size": 32}))) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(server):
+    """A client that is an engine's worker, and has stored two chunks."""
+    space = KeySpace(
+        model_name="a/model", model_fingerprint="f", dtype="float32", chunk_size=32, tensors=LAYOUT.logical
+    )
+    client = server.connect("engine")
+    spaces = (SpaceDescription(space, LAYOUT).encode(),)
+    client.register(Instance("engine", "worker", "a/model", pid=77, host="here", spaces=spaces))
+    hasher = TokenHasher(_identity(), 32)
+    hasher.extend(TOKENS)
+    parent = space.chunk_key(hasher.root)
+    for at, chunk_hash in enumerate(hasher.hashes):
+        chunk = ModelChunk(space.chunk_key(chunk_hash), parent, hasher.chunk_tokens(at), b"payload" * 100)
+        reserved = client.reserve([chunk.new()])
+        chunk.write(client.pool.view(reserved.offsets[0], chunk.new().image_bytes))
+        assert client.commit(reserved.lease_id) == 1
+        parent = chunk.key
+    return client
+
+
+def _identity():
+    from qkvault.keys import RequestIdentity
+
+    return RequestIdentity()
+
+
+def run(*arguments, code=0, text=None):
+    """What a command prints."""
+    result = runner.invoke(app, list(arguments), input=text)
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.stderr
+
+
+class TestStatus:
+    def test_it_shows_media_engines_and_hits(self, engine):
+        """B220: as a table, and with --json as the server's own page has it."""
+        text = run("status")
+        for part in ("ram", "4.0 MiB", "engine", "worker", "a/model", "77@here", "running; clients 2", "lookups 0"):
+            assert part in text
+        found = json.loads(run("status", "--json"))
+        assert found["media"][0]["num_chunks"] == 2
+        assert [model["model_name"] for model in found["models"]] == ["a/model"]
+        assert found["instances"][0]["instance_id"] == "engine"
+
+    @pytest.mark.parametrize("command", [["status"], ["lookup", "1"], ["clear"], ["freeze", "on"], ["hot-cache", "off"],
+                                         ["top", "--once"]])  # fmt: skip
+    def test_without_a_server_it_says_what_to_do(self, command):
+        """B221: one line, and code 1."""
+        said = run(*command, code=1)
+        assert said == (
+            f"qkvault: no store answers at {default_address()}: [Errno 2] No such file or directory; start one with "
+            "`qkvault serve`, or say where it is with --address\n"
+        )
+
+    def test_an_address_can_be_given(self, engine, folder, server):
+        """B221: by flag, by setting, or none."""
+        (address,) = server.addresses
+        for where in (["--address", address], ["--set", f"address={address}"], []):
+            assert json.loads(run("status", "--json", *where))["num_sessions"] == 2
+        assert "expected unix:///" in run("status", "--address", "here", code=2)
+
+
+class TestLookup:
+    @pytest.mark.parametrize("how", ["words", "commas", "stdin", "file"])
+    def test_ids_come_as_words_from_stdin_or_a_file(self, engine, folder, how):
+        """B222: however they are written."""
+        text = str(TOKENS) if how != "words" else " ".join(map(str, TOKENS))
+        (folder / "ids").write_text(text)
+        arguments = {"words": text.split(), "commas": [text], "stdin": ["-"], "file": ["--from", str(folder / "ids")]}[
+            how
+        ]
+        found = json.loads(run("lookup", "--json", *arguments, text=text))
+        assert found["num_tokens"] == 70
+        assert (found["spaces"][0]["cached_tokens"], found["spaces"][0]["tokens"]) == (64, {"ram": 64})
+        assert "64 of 70" in run("lookup", *arguments, text=text)
+
+    def test_text_is_taken_apart_by_the_models_tokenizer(self, engine, folder):
+        """B222: where one is named."""
+        tokenizers = pytest.importorskip("tokenizers")
+        model = tokenizers.models.WordLevel({f"w{number}": number for number in TOKENS}, unk_token="w0")
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        text = " ".join(f"w{number}" for number in TOKENS)
+        found = json.loads(run("lookup", "--json", "--tokenizer", str(folder), text))
+        assert found["spaces"][0]["cached_tokens"] == 64
+        assert "no tokenizer.json at /nowhere" in run("lookup", "--tokenizer", "/nowhere", "a", code=2)
+
+    def test_models_and_salts_are_told_apart(self, engine):
+        """B222: a name that the store does not know, and a salt that was not stored under."""
+        ids = [str(token) for token in TOKENS]
+        assert "knows no such model" in run("lookup", "--model", "other", *ids)
+        assert json.loads(run("lookup", "--json", "--salt", "s", *ids))["spaces"][0]["cached_tokens"] == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "why"),
+        [([], "give token ids"), (["hello"], "'hello' is not a token id"), (["-5", "--"], "No such option"),
+         (["1", "--from", "x"], "one of them"), (["--from", "/nowhere"], "cannot read /nowhere")],
+    )  # fmt: skip
+    def test_what_is_no_prompt_is_refused(self, engine, arguments, why):
+        """B222: code 2, with what is expected."""
+        assert why in run("lookup", *arguments, code=2)
+
+
+class TestOrders:
+    def test_clear(self, engine):
+        """B223: chunks are counted."""
+        assert run("clear", "--ram-only") == "2 chunks cleared\n"
+        assert json.loads(run("clear", "--json")) == {"num_chunks": 0}
+        assert engine.status().media[0].num_chunks == 0
+
+    def test_freeze_and_hot_cache(self, engine):
+        """B223: both ways, and any other word is refused."""
+        assert run("freeze", "on") == "frozen\n"
+        assert engine.status().is_frozen
+        assert "frozen; clients" in run("status")
+        assert json.loads(run("freeze", "off", "--json")) == {"is_frozen": False}
+        assert run("hot-cache", "off") == "hot cache off\n"
+        assert json.loads(run("hot-cache", "on", "--json")) == {"hot_cache": True}
+        assert "maybe" in run("freeze", "maybe", code=2)
+
+
+class TestTop:
+    def test_rates_are_differences_of_counters(self):
+        """B224: per second, tiers summed; hits are those since the last look."""
+
+        def status(**counters):
+            media = (TierStatus("ram", 100, 10, 1, is_healthy=True),)
+            flat = {name.replace("__", "."): count for name, count in counters.items()}
+            return Status(media, 0, 0, 0, is_frozen=False, hot_cache=True, is_scanning=False, counters=flat)
+
+        before = status(chunks_asked=10, chunks_found=10, loaded__disk=1, loaded_bytes__disk=5, stored__ram=4)
+        now = status(chunks_asked=30, chunks_found=15, loaded__disk=3, loaded_bytes__disk=105, stored__ram=4)
+        tick = tick_between(before, now, 2.0)
+        assert tick.hit_rate == 0.25
+        assert (tick.rates["chunks asked"], tick.rates["chunks from tiers"], tick.rates["bytes from tiers"]) == (
+            10,
+            1,
+            50,
+        )
+        assert tick.rates["chunks stored"] == 0
+        assert tick_between(now, now, 1.0).hit_rate is None
+
+    def test_once_is_one_picture(self, engine):
+        """B224: bars, rates and engines."""
+        text = run("top", "--once", "--interval", "0.1")
+        for part in ("ram", "4.0 MiB", "2 chunks", "hit rate -", "lookups", "a/model"):
+            assert part in text
+
+    def test_json_is_one_object_a_tick(self, engine):
+        """B224: for programs."""
+        (line,) = run("top", "--once", "--json", "--interval", "0.1").splitlines()
+        tick = json.loads(line)
+        assert tick["rates_per_second"]["lookups"] == 0
+        assert tick["media"][0]["num_chunks"] == 2
+        assert abs(tick["time_seconds"] - time.time()) < 60
+
+
+class TestDoctor:
+    def finding(self, address=None):
+        return {finding.name: finding for finding in examine(address=address)}["server"]
+
+    def test_it_asks_the_server(self, server, monkeypatch):
+        """B219: what answers, and whether these settings would find what is there."""
+        monkeypatch.setenv("QKVAULT_CHUNK_SIZE", "32")
+        assert self.finding()[2:] == ("ok", "")
+        assert "pool 4.0 MiB, chunks of 32 tokens, sha256" in self.finding().value
+        monkeypatch.setenv("QKVAULT_CHUNK_SIZE", "64")
+        assert self.finding().verdict == "problem"
+        assert "chunk_size=64" in self.finding().advice
+
+    def test_another_version_is_noted(self, monkeypatch):
+        """B219: a server that was not restarted after an upgrade."""
+        monkeypatch.setattr("qkvault.__version__", "0.0.1", raising=False)
+        with closing(Server(load(env={}, cli={"ram_bytes": 1 << 20, "prefault": False}))):
+            monkeypatch.setattr("qkvault.__version__", "0.0.2", raising=False)
+            assert self.finding().verdict == "note"
+            assert "restart the server" in self.finding().advice
+
+    def test_none_is_a_problem_only_where_one_is_expected(self, monkeypatch, folder):
+        """B219: with an address that nobody answers at, unless one is started on demand."""
+        assert self.finding() == ("server", "none at the default address", "ok", "")
+        assert self.finding(f"unix://{folder}/s").verdict == "problem"
+        monkeypatch.setenv("QKVAULT_ADDRESS", f"unix://{folder}/s")
+        assert "`qkvault serve`" in self.finding().advice
+        monkeypatch.setenv("QKVAULT_AUTOSTART", "yes")
+        assert self.finding().verdict == "ok"

@@ -1,0 +1,201 @@
+"""Servers: real ones in processes of their own, and ones in this process where only answers matter."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from qkvault.config import load
+from qkvault.connecting import open_client
+from qkvault.keys import KeySpace, RequestIdentity
+from qkvault.layout import ChunkLayout
+from qkvault.server.server import Server
+from qkvault.spaces import SpaceDescription
+from qkvault.testing.store_model import ModelChunk
+from qkvault.tokens import TokenHasher
+from qkvault.types import CacheKind
+from qkvault.wire.messages import Instance
+
+WAIT_SECONDS = 30.0
+MAIN = "from qkvault.cli.app import main; main()"
+
+
+class Process:
+    """One ``qkvault serve``."""
+
+    def __init__(self, folder: Path, flags, environment, code):
+        self.address = f"unix://{folder}/s"
+        self._log = folder / "log"
+        listen = [] if "--listen" in flags else ["--listen", self.address]
+        command = [sys.executable, "-c", code, "serve", "--ram", "8MiB", *listen, *flags]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | environment, start_new_session=True
+            )
+        self.pid = self._process.pid
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return self._log.read_text()
+
+    def wait_ready(self):
+        """Until it says so."""
+        return self.wait_for("server_ready")
+
+    def wait_for(self, text):
+        """Until it has logged ``text``."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while text not in self.log:
+            assert self._process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.005)
+        return self
+
+    def send(self, number=signal.SIGTERM):
+        """Send one."""
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self._process.wait(WAIT_SECONDS)
+
+    def stop(self, number=signal.SIGTERM) -> int:
+        """Send a signal and wait for the end."""
+        self.send(number)
+        return self.wait()
+
+    def close(self):
+        """Whatever state it is in."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts servers; flags are those of ``qkvault serve``. They are gone after the test."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    with ExitStack() as stack:
+        yield lambda *flags, code=MAIN, **environment: stack.enter_context(
+            closing(Process(tmp_path, flags, environment, code))
+        )
+
+
+@pytest.fixture
+def connect():
+    """Makes clients of an address; they are closed after the test."""
+    with ExitStack() as stack:
+
+        def connect(address, **settings):
+            config = load(env={}, cli={"timeout_seconds": WAIT_SECONDS, **settings}).config
+            return stack.enter_context(closing(open_client(config, "test", address=address)))
+
+        yield connect
+
+
+@pytest.fixture
+def make_server(tmp_path):
+    """Makes servers in this process, with the given settings. They listen at ``tmp_path/s`` unless told otherwise."""
+    with ExitStack() as stack:
+
+        def make(**settings):
+            cli = {"ram_bytes": 1 << 22, "prefault": False, "listen": f"unix://{tmp_path}/s", **settings}
+            return stack.enter_context(closing(Server(load(env={}, cli=cli))))
+
+        yield make
+
+
+class Http:
+    """Asks an HTTP server."""
+
+    def __init__(self, address: str):
+        self._address = address
+
+    def ask(self, method, path, body=None, **headers):
+        """Status and decoded answer. A name's underscores are hyphens."""
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        connection = self._connect()
+        with closing(connection):
+            connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
+            response = connection.getresponse()
+            text = response.read()
+        is_json = response.headers.get_content_type() == "application/json"
+        return response.status, json.loads(text) if is_json else text.decode()
+
+    def _connect(self):
+        if self._address.startswith("unix://"):
+            connection = http.client.HTTPConnection("localhost", timeout=WAIT_SECONDS)
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.connect(self._address.removeprefix("unix://"))
+            return connection
+        return http.client.HTTPConnection(self._address.removeprefix("http://"), timeout=WAIT_SECONDS)
+
+
+LAYOUT = ChunkLayout(
+    kind=CacheKind.KV, num_layers=1, num_heads=1, head_size=8, num_parts=2, dtype="float32", block_size=16,
+    chunk_size=32, order="LBHNPD",
+)  # fmt: skip
+
+
+def space_of(model_name, **more):
+    """A space of chunks of 32 tokens."""
+    return KeySpace(
+        model_name=model_name, model_fingerprint="f", dtype="float32", chunk_size=32, tensors=LAYOUT.logical, **more
+    )
+
+
+def instance_of(*spaces, **more):
+    """An engine that stores in ``spaces``."""
+    descriptions = tuple(SpaceDescription(space, LAYOUT).encode() for space in spaces)
+    return Instance("engine", "worker", spaces[0].model_name, spaces=descriptions, **more)
+
+
+def store(client, space, tokens, identity=None):
+    """Store all whole chunks of ``tokens`` under the keys that engines use."""
+    hasher = TokenHasher(identity or RequestIdentity(), space.chunk_size, space.hash_algorithm)
+    hasher.extend(tokens)
+    keys = [space.chunk_key(each) for each in hasher.hashes]
+    parents = [space.chunk_key(hasher.root), *keys]
+    chunks = [
+        ModelChunk(keys[at], parents[at], hasher.chunk_tokens(at), hasher.chunk_tokens(at) * 64)
+        for at in range(len(keys))
+    ]
+    reserved = client.reserve([chunk.new() for chunk in chunks])
+    for chunk, offset in zip(chunks, reserved.offsets, strict=True):
+        if offset >= 0:
+            chunk.write(client.pool.view(offset, chunk.new().image_bytes))
+    return client.commit(reserved.lease_id)
+
+
+@pytest.fixture
+def kit():
+    """How to speak to a server as engines and operators do."""
+    return SimpleNamespace(Http=Http, instance_of=instance_of, space_of=space_of, store=store)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """Paths of a certificate of 127.0.0.1 that signs itself, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = (
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=qkvault "
+        f"-addext subjectAltName=IP:127.0.0.1,DNS:localhost -keyout {key} -out {cert}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return str(cert), str(key)

@@ -1,0 +1,138 @@
+"""Where a server may listen, and that TLS and tokens do what they are for."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from contextlib import closing
+
+import pytest
+
+from qkvault.config import load
+from qkvault.connecting import default_address
+from qkvault.errors import ConfigError, QKVaultError, Unavailable
+from qkvault.server.places import http_place, require_sound, server_tls, store_places
+from qkvault.testing.transport_contract import find, read, save
+
+SAFE = {"tls_cert_path": "/c", "tls_key_path": "/k", "token": "geheim"}
+
+
+def config_of(**settings):
+    return load(env={}, cli=settings).config
+
+
+class TestRules:
+    def test_without_a_word_it_is_where_clients_look(self, monkeypatch, tmp_path):
+        """B208: `listen`, then `address`, then the runtime directory."""
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        assert [str(place) for place in store_places(config_of())] == [default_address()]
+        assert [str(place) for place in store_places(config_of(address="unix:///a"))] == ["unix:///a"]
+        both = config_of(address="unix:///a", listen="unix:///b, tcp://127.0.0.1:0")
+        assert [str(place) for place in store_places(both)] == ["unix:///b", "tcp://127.0.0.1:0"]
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]", "host.example"])
+    @pytest.mark.parametrize("missing", list(SAFE))
+    def test_what_others_reach_needs_tls_and_a_token(self, host, missing):
+        """B208: an address other than loopback is refused without any of the three, over HTTP too."""
+        settings = {name: value for name, value in SAFE.items() if name != missing}
+        with pytest.raises(ConfigError, match=f"{missing} is not set"):
+            store_places(config_of(listen=f"unix:///s,tcp://{host}:1", **settings))
+        with pytest.raises(ConfigError, match="or set insecure"):
+            http_place(config_of(http=f"{host}:1", **settings))
+
+    @pytest.mark.parametrize("settings", [SAFE, {"insecure": True}])
+    def test_with_them_or_on_request_it_may(self, settings):
+        """B208: `insecure` says that one knows."""
+        assert store_places(config_of(listen="tcp://0.0.0.0:1", **settings))[0].port == 1
+        assert http_place(config_of(http="0.0.0.0:1", **settings)).port == 1
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "[::1]", "localhost"])
+    def test_loopback_needs_nothing(self, host):
+        """B208: nor does a Unix socket."""
+        assert store_places(config_of(listen=f"tcp://{host}:1"))
+        assert http_place(config_of(http=f"{host}:1"))
+
+    @pytest.mark.parametrize(
+        ("settings", "why"),
+        [
+            ({"tls_cert_path": "/c"}, "tls_key_path is not"),
+            ({"tls_key_path": "/k"}, "tls_cert_path is not"),
+            ({"tls_cert_path": "/c", "tls_key_path": "/k"}, "nothing listens on TCP"),
+        ],
+    )
+    def test_settings_that_contradict_each_other_are_refused(self, settings, why):
+        """B208: half of a pair, and a certificate that nobody would see."""
+        config = config_of(listen="unix:///s", **settings)
+        with pytest.raises(ConfigError, match=why):
+            require_sound(config, store_places(config))
+
+    @pytest.mark.parametrize("listen", ["unix://s", "tcp://127.0.0.1", "/s", "unix:///s,unix:///s"])
+    def test_an_address_that_cannot_be_is_refused(self, listen):
+        """B208: also one that is named twice."""
+        with pytest.raises(ConfigError):
+            store_places(config_of(listen=listen))
+
+    @pytest.mark.parametrize("http", ["here", "127.0.0.1", "http://127.0.0.1:1", "127.0.0.1:99999", "unix://h"])
+    def test_a_place_for_http_that_cannot_be_is_refused(self, http):
+        """B208: with what is expected."""
+        with pytest.raises(ConfigError, match="expected host:port"):
+            http_place(config_of(http=http))
+
+    def test_a_certificate_that_cannot_be_used_is_refused(self, certificate, tmp_path):
+        """B209: not there, no certificate, another's key."""
+        cert, key = certificate
+        (tmp_path / "no").write_text("no")
+        for pair in [("/nowhere", key), (cert, "/nowhere"), (cert, str(tmp_path / "no")), (cert, cert)]:
+            with pytest.raises(ConfigError, match="tls_cert_path"):
+                server_tls(config_of(tls_cert_path=pair[0], tls_key_path=pair[1]))
+
+
+class TestTls:
+    @pytest.fixture
+    def server(self, make_server, certificate):
+        cert, key = certificate
+        return make_server(
+            listen="tcp://127.0.0.1:0", tls_cert_path=cert, tls_key_path=key, token="geheim", http="127.0.0.1:0"
+        )
+
+    def test_a_prompt_goes_there_and_back(self, server, connect, certificate):
+        """B209: through TLS, for who has the certificate and the token."""
+        (address,) = server.addresses
+        client = connect(address, token="geheim", tls_ca_path=certificate[0])
+        assert save(client, "aabb") == 2
+        other = connect(address, token="geheim", tls_ca_path=certificate[0])
+        assert read(other, find(other, "aabb"), "aabb") == 64
+
+    @pytest.mark.parametrize("token", ["", "no", "geheim2"])
+    def test_a_wrong_token_is_refused(self, server, connect, certificate, token):
+        """B209: before anything else is answered."""
+        with pytest.raises(QKVaultError, match="token"):
+            connect(server.addresses[0], token=token, tls_ca_path=certificate[0])
+
+    def test_a_client_without_tls_gets_nowhere(self, server, connect):
+        """B209: it is told that no store answers there, not kept waiting."""
+        with pytest.raises(Unavailable):
+            connect(server.addresses[0], token="geheim", timeout_seconds=2.0)
+
+    def test_a_server_that_cannot_prove_itself_gets_no_token(self, connect, certificate):
+        """B209: a client with a certificate speaks to nobody else."""
+        with socket.create_server(("127.0.0.1", 0)) as plain:
+            address = f"tcp://127.0.0.1:{plain.getsockname()[1]}"
+            with pytest.raises(Unavailable):
+                connect(address, token="geheim", tls_ca_path=certificate[0], timeout_seconds=0.3)
+            with closing(plain.accept()[0]) as received:
+                assert b"geheim" not in received.recv(65536)
+
+    def test_a_file_that_is_no_certificate_is_a_wrong_setting(self, server, connect):
+        """B209: named as such."""
+        with pytest.raises(ConfigError, match="tls_ca_path"):
+            connect(server.addresses[0], tls_ca_path="/nowhere")
+
+    def test_the_pages_speak_tls_too(self, server, certificate):
+        """B209: one certificate for all that listens on TCP."""
+        assert server.http_address.startswith("https://127.0.0.1:")
+        where = ("127.0.0.1", int(server.http_address.rpartition(":")[2]))
+        context = ssl.create_default_context(cafile=certificate[0])
+        with closing(context.wrap_socket(socket.create_connection(where, 20), server_hostname="127.0.0.1")) as plain:
+            plain.sendall(b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            assert plain.recv(65536).startswith(b"HTTP/1.1 200")
