@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from qkvault import publisher as publishing
-from qkvault.config import Config
+from qkvault.config import Config, load
 from qkvault.embedded import EmbeddedStore
 from qkvault.errors import ConfigError
 from qkvault.events import block_hash_of
@@ -27,6 +27,7 @@ from qkvault.keys import KeySpace, MediaSpan, RequestIdentity
 from qkvault.layout import ChunkLayout
 from qkvault.prefix import Prefix
 from qkvault.publisher import Publisher
+from qkvault.server.server import Server
 from qkvault.spaces import SpaceDescription
 from qkvault.types import CacheKind, ChunkState, NewChunk
 from qkvault.wire import messages as m
@@ -591,3 +592,15 @@ def test_dynamo_counts_what_the_store_has(config, tmp_path, monkeypatch):
     ):
         dynamo.learns(ccddee=(0, 0, 96))
     assert "panicked" not in (tmp_path / "log").read_text()
+
+
+def test_a_server_publishes_too(config, tmp_path):
+    """B234: `qkvault serve` with an endpoint; its publisher ends with it."""
+    settings = {name: getattr(config, name) for name in ("ram_bytes", "chunk_size", "prefault")}
+    settings |= {"events_endpoint": ANYWHERE, "events_replay_endpoint": ANYWHERE, "listen": f"unix://{tmp_path}/sock"}
+    with closing(Server(load(env={}, cli=settings))) as server, closing(Router(server._publisher)) as router:
+        Tenant(server).save("aabb")
+        router.learns(lambda: contents(server.driver))
+        assert len(router.view) == 2
+        server.close()
+        router.learns(set)

@@ -117,6 +117,37 @@ def test_what_goes_wrong_does_not_reach_vllm(listening, prompts, monkeypatch):
     engine.assert_clean()
 
 
+@pytest.mark.slow
+@pytest.mark.allow_leaks("vLLM's publisher never ends its ZeroMQ context")
+def test_both_come_out_of_an_engine_of_stock_vllm(real, tiny_model, tmp_path):
+    """B234: on vLLM's own socket, its blocks and our chunks, each with its medium."""
+    import msgspec
+    import zmq
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.distributed.kv_events import KVEventBatch
+
+    endpoint = f"ipc://{tmp_path}/events"
+    published = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    engine = real.RealEngine(tiny_model, {}, kv_events_config=published)
+    heard = []
+    with zmq.Context() as context, context.socket(zmq.SUB) as news:
+        news.linger = 0
+        news.connect(endpoint)
+        news.subscribe("")
+        prompt = list(range(10, 210))
+        for _ in range(3):  # the first ones may come before we are connected
+            engine.generate([prompt], 4)
+            prompt = prompt[1:]
+            while news.poll(500):
+                _, _, payload = news.recv_multipart()
+                heard += msgspec.msgpack.decode(payload, type=KVEventBatch).events
+    engine.close()
+    stored = [event for event in heard if type(event).__name__ == "BlockStored"]
+    assert {event.medium for event in stored} == {"GPU", "CPU"}
+    ours = [event for event in stored if event.medium == "CPU"]
+    assert any(event.token_ids == list(range(11, 75)) and event.parent_block_hash is None for event in ours)
+
+
 @pytest.mark.parametrize("is_published", [False, True])
 def test_without_a_listener_the_store_keeps_no_events(toy_engine, listening, prompts, is_published):
     """B239: neither when vLLM publishes none, nor when the store does so itself."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from qkvault.store.driver import StoreDriver
 
-_MAX_A_STEP: Final = 128  # events: a millisecond
+_MAX_A_STEP: Final = 64  # events: one to two milliseconds, if all bring tokens
 _limited = RateLimited(get_logger("vllm.events"))
 
 
