@@ -58,7 +58,7 @@ class TestPages:
         assert http.ask("GET", "/healthz") == (503, {"status": "stopping"})
 
     def test_status(self, http, server, engine):
-        """B213: the server, its media and counters, who is registered, and which models it knows."""
+        """B213, B105: the server, its media and counters, who is registered, and which models it knows."""
         code, status = http.ask("GET", "/status")
         assert code == 200
         assert (status["server"]["pid"], status["server"]["addresses"]) == (os.getpid(), server.addresses)
@@ -118,7 +118,7 @@ class TestPages:
         assert not engine.status().hot_cache
 
 
-class TestLookup:
+class TestPrompts:
     def test_it_tells_how_much_of_a_prompt_is_cached(self, http, engine, server):
         """B211: for each model, by medium; nothing is promoted, leased or counted by it."""
         assert server.driver.drain(WAIT_SECONDS)
