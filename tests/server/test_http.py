@@ -141,6 +141,18 @@ class TestPrompts:
         assert [(space["model_name"], space["cached_tokens"]) for space in answer["spaces"]] == [("one", 96)]
         assert http.ask("POST", "/lookup", {"tokens": TOKENS, "model_name": "three"})[1]["spaces"] == []
 
+    def test_a_prompt_has_a_limit(self, http, engine):
+        """B218: a million tokens, and no more."""
+        code, answer = http.ask("POST", "/lookup", {"tokens": [1] * ((1 << 20) + 1)})
+        assert (code, answer["error"]) == (400, "1048577 tokens, at most 1048576")
+
+    def test_a_hash_that_the_server_cannot_make_is_told(self, http, engine, kit):
+        """B211: that model's answer is why; the others are answered."""
+        engine.register(kit.instance_of(kit.space_of("odd", hash_algorithm="builtin"), kit.space_of("one")))
+        spaces = {space["model_name"]: space for space in http.ask("POST", "/lookup", {"tokens": TOKENS})[1]["spaces"]}
+        assert "PYTHONHASHSEED" in spaces["odd"]["problem"]
+        assert (spaces["one"]["problem"], spaces["odd"]["cached_tokens"]) == ("", 0)
+
     def test_a_salt_keeps_its_secret(self, http, server, kit):
         """B211: what was stored under a salt is found by who knows it."""
         client, space = server.connect("engine"), kit.space_of("one")
