@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from qkvault.address import UNIX_SCHEME, parse_address
+from qkvault.address import UNIX_SCHEME, Address, parse_address
 from qkvault.client import StoreClient
 from qkvault.config import Config
 from qkvault.errors import ConfigError
@@ -23,7 +23,7 @@ SERVER_NAME: Final = "server"
 
 
 def open_client(config: Config, client: str, *, address: str | None = None) -> StoreClient:
-    """A session with the store at ``address``; without it at ``config.address``, or where a server is by default.
+    """A session with the store at ``address``; without it at ``address_of(config)``.
 
     ``client`` is a name for the server's logs. Blocks for ``config.timeout_seconds`` at most for each step. Raises
     ConfigError for an address or certificate that cannot be used, Unavailable if no store answers or it refuses us,
@@ -34,7 +34,7 @@ def open_client(config: Config, client: str, *, address: str | None = None) -> S
 
 def open_transport(config: Config, client: str, *, address: str | None = None) -> SocketTransport:
     """The same, one layer below."""
-    chosen = address or config.address or default_address()
+    chosen = address or address_of(config)
     where = parse_address(chosen)
     if where.is_unix:
         return SocketTransport(chosen, client, timeout_seconds=config.timeout_seconds)
@@ -49,6 +49,22 @@ def client_tls(ca_path: str) -> ssl.SSLContext:
     except OSError as error:  # SSLError is one
         msg = f"tls_ca_path={ca_path!r} cannot be used: {error}"
         raise ConfigError(msg) from error
+
+
+def address_of(config: Config) -> str:
+    """Where the store of these settings is: ``address``, or where a server with the same settings listens.
+
+    Raises ConfigError.
+    """
+    if config.address is not None:
+        return config.address
+    places = [place for place in listen_addresses(config) if place.is_unix or (place.is_local and place.port)]
+    return str(places[0]) if places else default_address()
+
+
+def listen_addresses(config: Config) -> list[Address]:
+    """What ``listen`` names. Raises ConfigError."""
+    return [parse_address(text.strip()) for text in config.listen.split(",") if text.strip()]
 
 
 def default_address() -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -19,7 +19,9 @@ from qkvault.wire.messages import Status
 
 if TYPE_CHECKING:
     from qkvault.keys import KeySpace
-    from qkvault.tokens import Tokens
+    from qkvault.tokens import TokenHasher, Tokens
+
+_MAX_TOKENS: Final = 1 << 20  # hashing them takes a second of a core that others may need
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):
@@ -84,15 +86,25 @@ def cached_prefixes(
 ) -> list[CachedPrefix]:
     """How much of ``tokens`` the store has: for each space it knows, or for those of ``model_name``.
 
-    Nothing is leased or promoted. Raises Unavailable, and ValueError for tokens that are none.
+    Nothing is leased or promoted. Raises Unavailable, and ValueError for tokens that are none, or more than 2**20.
     """
+    if len(tokens) > _MAX_TOKENS:
+        msg = f"{len(tokens)} tokens, at most {_MAX_TOKENS}"
+        raise ValueError(msg)
     spaces = {
         each.space.space_id: each.space
         for each in reversed(spaces_of(client.status()))
         if model_name in (None, each.space.model_name)
     }
     who = RequestIdentity() if identity is None else identity
-    return [_cached_in(client, space, tokens, who, search_range) for space in spaces.values()]
+    hashers: dict[tuple[int, str], TokenHasher | str] = {}  # ranks and models that hash alike share one
+    for space in spaces.values():
+        if (space.chunk_size, space.hash_algorithm) not in hashers:
+            hashers[space.chunk_size, space.hash_algorithm] = _hasher_of(space, who, tokens)
+    return [
+        _cached_in(client, space, hashers[space.chunk_size, space.hash_algorithm], len(tokens), search_range)
+        for space in spaces.values()
+    ]
 
 
 def read_tokenizer(path: str, text: str) -> list[int]:
@@ -114,24 +126,28 @@ def read_tokenizer(path: str, text: str) -> list[int]:
     return token_ids
 
 
+def _hasher_of(space: KeySpace, identity: RequestIdentity, tokens: Tokens) -> TokenHasher | str:
+    """The chain of ``tokens``, or why this process cannot make such hashes."""
+    from qkvault.tokens import TokenHasher
+
+    try:
+        hasher = TokenHasher(identity, space.chunk_size, space.hash_algorithm)
+    except ConfigError as error:
+        return str(error)
+    hasher.extend(tokens)
+    return hasher
+
+
 def _cached_in(
     client: StoreClient,
     space: KeySpace,
-    tokens: Tokens,
-    identity: RequestIdentity,
+    hasher: TokenHasher | str,
+    num_tokens: int,
     search_range: Sequence[str] | None,
 ) -> CachedPrefix:
-    from qkvault.tokens import TokenHasher
-
     by_tokens: dict[str, int] = {}
     by_chunks: dict[str, int] = {}
-    problem = ""
-    try:
-        hasher = TokenHasher(identity, space.chunk_size, space.hash_algorithm)
-    except ConfigError as error:  # a hash that this process cannot make
-        problem = str(error)
-    else:
-        hasher.extend(tokens)
+    if not isinstance(hasher, str):
         root, keys = space.chunk_key(hasher.root), space.chunk_keys(hasher.hashes)
         found = client.inspect(root, keys, hasher.checks, hasher.tokens_from, search_range=search_range)
         by_tokens = {medium.value: count for medium, count in found.tokens.items()}
@@ -143,9 +159,9 @@ def _cached_in(
         space.world_size,
         space.dtype,
         space.chunk_size,
-        len(tokens),
+        num_tokens,
         sum(by_tokens.values()),
         by_tokens,
         by_chunks,
-        problem,
+        hasher if isinstance(hasher, str) else "",
     )

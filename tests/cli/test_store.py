@@ -101,10 +101,12 @@ class TestStatus:
         )
 
     def test_an_address_can_be_given(self, engine, folder, server):
-        """B221: by flag, by setting, or none."""
+        """B221: by flag, by setting, or none: then it is where a server with the same settings would listen."""
         (address,) = server.addresses
         for where in (["--address", address], ["--set", f"address={address}"], []):
             assert json.loads(run("status", "--json", *where))["num_sessions"] == 2
+        elsewhere = f"tcp://0.0.0.0:1,unix://{folder}/elsewhere"
+        assert f"at unix://{folder}/elsewhere:" in run("status", "--set", f"listen={elsewhere}", code=1)
         assert "expected unix:///" in run("status", "--address", "here", code=2)
 
 
@@ -227,7 +229,7 @@ class TestDoctor:
 
     def test_none_is_a_problem_only_where_one_is_expected(self, monkeypatch, folder):
         """B219: with an address that nobody answers at, unless one is started on demand."""
-        assert self.finding() == ("server", "none at the default address", "ok", "")
+        assert self.finding() == ("server", f"none at {default_address()}", "ok", "")
         assert self.finding(f"unix://{folder}/s").verdict == "problem"
         monkeypatch.setenv("QKVAULT_ADDRESS", f"unix://{folder}/s")
         assert "`qkvault serve`" in self.finding().advice

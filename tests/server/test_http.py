@@ -58,7 +58,7 @@ class TestPages:
         assert http.ask("GET", "/healthz") == (503, {"status": "stopping"})
 
     def test_status(self, http, server, engine):
-        """B213: the server, its media and counters, who is registered, and which models it knows."""
+        """B213, B105: the server, its media and counters, who is registered, and which models it knows."""
         code, status = http.ask("GET", "/status")
         assert code == 200
         assert (status["server"]["pid"], status["server"]["addresses"]) == (os.getpid(), server.addresses)
@@ -118,7 +118,7 @@ class TestPages:
         assert not engine.status().hot_cache
 
 
-class TestLookup:
+class TestPrompts:
     def test_it_tells_how_much_of_a_prompt_is_cached(self, http, engine, server):
         """B211: for each model, by medium; nothing is promoted, leased or counted by it."""
         assert server.driver.drain(WAIT_SECONDS)
@@ -140,6 +140,18 @@ class TestLookup:
         answer = http.ask("POST", "/lookup", {"tokens": TOKENS, "model_name": "one"})[1]
         assert [(space["model_name"], space["cached_tokens"]) for space in answer["spaces"]] == [("one", 96)]
         assert http.ask("POST", "/lookup", {"tokens": TOKENS, "model_name": "three"})[1]["spaces"] == []
+
+    def test_a_prompt_has_a_limit(self, http, engine):
+        """B218: a million tokens, and no more."""
+        code, answer = http.ask("POST", "/lookup", {"tokens": [1] * ((1 << 20) + 1)})
+        assert (code, answer["error"]) == (400, "1048577 tokens, at most 1048576")
+
+    def test_a_hash_that_the_server_cannot_make_is_told(self, http, engine, kit):
+        """B211: that model's answer is why; the others are answered."""
+        engine.register(kit.instance_of(kit.space_of("odd", hash_algorithm="builtin"), kit.space_of("one")))
+        spaces = {space["model_name"]: space for space in http.ask("POST", "/lookup", {"tokens": TOKENS})[1]["spaces"]}
+        assert "PYTHONHASHSEED" in spaces["odd"]["problem"]
+        assert (spaces["one"]["problem"], spaces["odd"]["cached_tokens"]) == ("", 0)
 
     def test_a_salt_keeps_its_secret(self, http, server, kit):
         """B211: what was stored under a salt is found by who knows it."""

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -138,6 +140,36 @@ class TestStop:
             located = client.wait(find(client, word), 20.0, time.monotonic)
             assert read(client, located, word) == 128
             client.release(located.lease_id)
+
+    def test_what_was_acknowledged_under_load_is_there_afterwards(self, start, connect, tmp_path):
+        """B205: clients that are cut off in the middle of their work lose what they had not committed, and no more."""
+        flags = ("--ram", "128MiB", "--disk", str(tmp_path / "disk"), "--disk-size", "1GiB")  # nothing is evicted
+        server = start(*flags).wait_ready()
+        acknowledged = []
+
+        def work(letter):
+            client = connect(server.address)
+            with suppress(Unavailable):
+                for number in range(1000):
+                    word = letter * 2 + "".join(chr(ord("a") + int(digit)) * 2 for digit in f"{number:04}")
+                    if save(client, word):
+                        acknowledged.append(word)
+
+        threads = [threading.Thread(target=work, args=(letter,)) for letter in "wxyz"]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        assert server.stop() == 0
+        for thread in threads:
+            thread.join()
+        assert len(acknowledged) > 20
+        server = start(*flags).wait_ready()
+        client = connect(server.address)
+        for word in acknowledged:
+            located = client.wait(find(client, word), 20.0, time.monotonic)
+            assert read(client, located, word) == len(word) * 16, word
+            client.release(located.lease_id)
+        client.check()
 
     def test_a_second_signal_ends_it_at_once(self, start, connect, tmp_path):
         """B206: also when a disk hangs that is being flushed to; the code is 1."""

@@ -168,16 +168,17 @@ def _huge_pages(root: Path) -> Iterator[Finding]:
 def _server(config: Config, address: str | None) -> Finding:
     """Whether a store answers, and whether it fits what is configured here."""
     from qkvault import __version__
-    from qkvault.connecting import open_transport
+    from qkvault.connecting import address_of, open_transport
 
-    chosen = address or config.address
+    where = ""
     try:
-        with closing(open_transport(config, "qkvault-doctor", address=chosen)) as transport:
-            where, welcome = transport.address, transport.welcome
+        where = address or address_of(config)
+        with closing(open_transport(config, "qkvault-doctor", address=where)) as transport:
+            welcome = transport.welcome
     except Unavailable as error:
-        if chosen is None or config.autostart:
-            return Finding("server", f"none at {chosen or 'the default address'}")
-        return Finding("server", f"none at {chosen}", "problem", f"{error}; start one with `qkvault serve`")
+        if (address or config.address) is None or config.autostart:
+            return Finding("server", f"none at {where}")
+        return Finding("server", f"none at {where}", "problem", f"{error}; start one with `qkvault serve`")
     except QKVaultError as error:
         return Finding("server", "cannot be asked", "problem", str(error))
     value = (

@@ -8,7 +8,7 @@ from typing import Final, NoReturn
 
 from qkvault.address import TCP_SCHEME, UNIX_SCHEME, Address, parse_address
 from qkvault.config import Config
-from qkvault.connecting import default_address
+from qkvault.connecting import address_of, listen_addresses
 from qkvault.errors import ConfigError
 
 _PROBE_SECONDS: Final = 0.2
@@ -19,8 +19,7 @@ def store_places(config: Config) -> list[Address]:
 
     Raises ConfigError for one that cannot be read, or that other machines reach without TLS and a token.
     """
-    texts = [text.strip() for text in config.listen.split(",") if text.strip()]
-    places = [parse_address(text) for text in texts or [config.address or default_address()]]
+    places = listen_addresses(config) or [parse_address(address_of(config))]
     for place in places:
         if places.count(place) > 1 and (place.is_unix or place.port):
             msg = f"listen names {place} twice"
