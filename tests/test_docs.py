@@ -41,11 +41,11 @@ def pages_not_listed(root: Path) -> Iterator[str]:
 
 
 def behaviour_problems(root: Path) -> Iterator[str]:
-    """Rows of docs/behaviours.md are numbered B1, B2, ... and cite tests that exist."""
+    """Rows of docs/behaviours.md have numbers that rise, and cite tests that exist."""
     text = (root / "docs" / "behaviours.md").read_text(encoding="utf-8")
     numbers = [int(number) for number in re.findall(r"^\|\s*B(\d+)\s*\|", text, flags=re.MULTILINE)]
-    if numbers != list(range(1, len(numbers) + 1)):
-        yield f"rows are not numbered B1, B2, ... in order: {numbers}"
+    if numbers != sorted(set(numbers)):
+        yield f"the numbers of rows do not rise: {numbers}"
     methods = methods_by_class(root)
     for file, name in re.findall(r"(tests/[\w/]+\.py)::([\w:]+)", text):
         if not is_test(root / file, name.split("::"), methods):
@@ -131,7 +131,7 @@ def test_a_page_that_is_not_listed_is_seen(site):
 
 def test_a_wrong_number_or_citation_is_seen(site):
     assert list(behaviour_problems(site)) == [
-        "rows are not numbered B1, B2, ... in order: [1, 1]",
+        "the numbers of rows do not rise: [1, 1]",
         "no test tests/test_a.py::test_g",
         "no test tests/test_a.py::TestDisk::test_h",
         "no test tests/no.py::test_f",

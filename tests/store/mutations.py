@@ -82,7 +82,12 @@ MUTATIONS = {
         "        wipe_header(self.pool.view(offset, entry.image_bytes))\n",
         "",
     ),
-    "a slot is left with its header": (ROOM, "        wipe_header(self.image(entry))\n", ""),
+    "a slot is left with its header": (ROOM, "        wipe_header(self.pool.view(offset, PREFIX_BYTES))\n", ""),
+    "a slot leaves quarantine with the header of a late writer": (
+        CORE,
+        "            self.room.free(offset)\n",
+        "            self.room.pool.free(offset)\n",
+    ),
     "a slot that nobody wrote is published": (MANAGER, " or key_in(self.room.image(entry)) != entry.key", ""),
     "commit publishes what was not named": (MANAGER, "or not is_named or key_in", "or key_in"),
     "commit ignores a clear": (MANAGER, "            if entry.doom or not is_named", "            if not is_named"),
@@ -162,6 +167,31 @@ MUTATIONS = {
         "                raise TimeoutError\n",
         "                left_seconds = 1.0\n",
     ),
+    "a slot from afar keeps its old header": (
+        REMOTE,
+        "wipe_header(self.pool.take(offset, chunk.image_bytes))",
+        "self.pool.take(offset, chunk.image_bytes)",
+    ),
+    "a download may begin before another has ended": (
+        CONNECTION,
+        "        if self._is_uploading:\n",
+        "        if False:\n",
+    ),
+    "one client's download keeps the others waiting": (
+        CONNECTION,
+        "outbox, left_bytes = self._outbox, _TURN_BYTES",
+        "outbox, left_bytes = self._outbox, 1 << 60",
+    ),
+    "strangers may be as many as they like": (
+        "wire/server.py",
+        "if now <= deadline and len",
+        "if now <= deadline or len",
+    ),
+    "a reply that is too long ends the connection": (
+        CONNECTION,
+        "        except ProtocolError as error:  # too long: not the fault of who asked\n",
+        "        except ZeroDivisionError as error:\n",
+    ),
     "a commit from afar sends all": (
         REMOTE,
         "keys = slots if request.keys is None else [key for key in slots if key in request.keys]",
@@ -169,7 +199,7 @@ MUTATIONS = {
     ),
     "a fetch shows what was evicted": (
         REMOTE,
-        "                    else:\n                        wipe_header(view)\n",
+        "                else:\n                    wipe_header(view)\n",
         "",
     ),
     "a fetch shows what is not whole": (
@@ -194,7 +224,7 @@ MUTATIONS = {
 
 def copy_tree(folder: Path) -> None:
     for name in ("src", "tests", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test_mutations.py"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     with (folder / "tests" / "conftest.py").open("a") as conftest:  # the first failure is enough: no time to shrink it
         conftest.write(

@@ -15,7 +15,7 @@ from qkvault.wire import messages as m
 from qkvault.wire.transport import Handler
 
 BUFFER_BYTES: Final = 1 << 18
-_DATA_TURN_BYTES: Final = 8 << 20  # of one client's data that are taken before the others have their turn
+_TURN_BYTES: Final = 8 << 20  # of one client's data that are taken or sent before the others have their turn
 _MAX_OUT_BYTES: Final = 256 << 20  # a client that does not read its replies is cut off here
 _MAX_HELLO_BYTES: Final = 1 << 16  # before it said who it is, nobody gets more memory
 _WOULD_BLOCK: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -43,6 +43,7 @@ class Connection:
         self._owned_bytes = 0  # of the outbox, besides slots
         self._sends_pool = False  # the descriptor goes with the next bytes
         self._is_ending = False  # closed when all is sent
+        self._is_uploading = False  # slots wait to be sent
         # Data that comes after a message: where it is to go, and who is answered then.
         self._filling: deque[memoryview] = deque()
         self._skip_bytes = 0
@@ -60,7 +61,7 @@ class Connection:
                 if self._filling or self._skip_bytes:
                     self._take_data()
                 else:
-                    self._take(self._door.buffer[: self.socket.recv_into(self._door.buffer)])
+                    self._take(self._door.buffer[: self._receive(self._door.buffer)])
                 if not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending():
                     break  # what TLS has decrypted already wakes no selector
         except _WOULD_BLOCK:
@@ -68,10 +69,10 @@ class Connection:
         self.write()
 
     def write(self) -> None:
-        """Send what can be sent. Raises as ``read``."""
-        outbox = self._outbox
+        """Send what can be sent in one turn. Raises as ``read``."""
+        outbox, left_bytes = self._outbox, _TURN_BYTES
         try:
-            while outbox:
+            while outbox and left_bytes > 0:
                 item = outbox[0]
                 if not isinstance(item, memoryview):
                     item = outbox[0] = memoryview(item())
@@ -80,7 +81,8 @@ class Connection:
                     sent = socket.send_fds(self.socket, [item], [self._door.descriptor])
                     self._sends_pool = False
                 else:
-                    sent = self.socket.send(item)
+                    sent = self.socket.send(item[:left_bytes])
+                left_bytes -= sent
                 if item.readonly:  # a frame of ours; slots are not
                     self._owned_bytes -= sent
                 if sent < len(item):
@@ -89,46 +91,62 @@ class Connection:
                     outbox.popleft()
         except _WOULD_BLOCK:
             return
-        if self._is_ending:
+        if self._is_ending and not outbox:
             msg = "refused"
             raise ConnectionAbortedError(msg)
 
     def close(self) -> None:
         """Close the socket, and end the session."""
         self.socket.close()
+        self._outbox.clear()  # no view of a slot outlives the session
+        self._filling.clear()
+        self._filled = lambda: None
         if self.session_id is not None:
             self._door.handler.close_session(self.session_id)
 
-    def _take(self, data: memoryview) -> None:
-        if not data:
+    def _receive(self, view: memoryview) -> int:
+        count = self.socket.recv_into(view)
+        if not count:
             msg = "it closed the connection"
             raise ConnectionResetError(msg)
+        return count
+
+    def _take(self, data: memoryview) -> None:
         if self._inbox:
             self._inbox += data
             with memoryview(self._inbox) as view:
-                used = self._answer(view)
+                used = self._use(view)
             del self._inbox[:used]
         else:  # nearly always: one whole request
-            used = self._answer(data)
+            used = self._use(data)
             if used < len(data):
                 self._inbox += data[used:]
-        if self._inbox and (self._filling or self._skip_bytes):
-            self._use_inbox_as_data()
 
-    def _answer(self, view: memoryview) -> int:
-        # Answers all whole requests; returns how many bytes they were. Stops where data begins.
+    def _use(self, view: memoryview) -> int:
+        # Answers all whole requests, and puts data where it belongs; returns how many bytes that were.
         at = 0
-        while len(view) - at >= codec.HEAD.size and not (self._filling or self._skip_bytes or self._is_ending):
-            head = codec.decode_head(view[at : at + codec.HEAD.size])
-            if self.session_id is None and (head.body_bytes > _MAX_HELLO_BYTES or head.data_bytes):
-                msg = "a long message before the hello"
-                raise ProtocolError(msg)
-            start = at + codec.HEAD.size
-            if len(view) < start + head.body_bytes:
+        while at < len(view):
+            if self._is_ending:
+                return len(view)
+            expects_data = self._filling or self._skip_bytes
+            used = self._use_data(view[at:]) if expects_data else self._use_frame(view[at:])
+            if not used:
                 break
-            at = start + head.body_bytes
-            self._on_frame(head, view[start:at])
+            at += used
         return at
+
+    def _use_frame(self, view: memoryview) -> int:
+        if len(view) < codec.HEAD.size:
+            return 0
+        head = codec.decode_head(view[: codec.HEAD.size])
+        if self.session_id is None and (head.body_bytes > _MAX_HELLO_BYTES or head.data_bytes):
+            msg = "a long message before the hello"
+            raise ProtocolError(msg)
+        end = codec.HEAD.size + head.body_bytes
+        if len(view) < end:
+            return 0
+        self._on_frame(head, view[codec.HEAD.size : end])
+        return end
 
     def _on_frame(self, head: codec.Head, body: memoryview) -> None:
         try:
@@ -138,10 +156,10 @@ class Connection:
             return
         if self.session_id is None:
             self._send(head.sequence, self._open(request))
-        elif isinstance(request, m.Download):
-            self._upload(head.sequence, self.session_id, request)
         elif head.data_bytes:
             self._on_data(head, self.session_id, request)
+        elif isinstance(request, m.Download):
+            self._upload(head.sequence, self.session_id, request)
         else:
             self._send(head.sequence, self._door.handler.call(self.session_id, request))
 
@@ -159,10 +177,13 @@ class Connection:
         return reply
 
     def _on_data(self, head: codec.Head, session_id: int, request: m.AnyRequest) -> None:
+        if not isinstance(request, m.Commit):
+            self._refuse(head, f"{type(request).__name__} has no data")
+            return
         handler = self._door.handler
-        slots = handler.slots_of(session_id, request.lease_id, request.keys) if isinstance(request, m.Commit) else None
-        if slots is None or sum(map(len, slots)) != head.data_bytes:
-            self._refuse(head, f"{head.data_bytes} bytes of data for which nothing is reserved")
+        slots = handler.slots_of(session_id, request.lease_id, request.keys) or []  # none: the lease has run out
+        if slots and sum(map(len, slots)) != head.data_bytes:
+            self._refuse(head, f"{head.data_bytes} bytes of data for slots of {sum(map(len, slots))}")
         else:
             self._expect(head, slots, lambda: self._send(head.sequence, handler.call(session_id, request)))
 
@@ -178,15 +199,9 @@ class Connection:
             then()
 
     def _take_data(self) -> None:
-        left_bytes = _DATA_TURN_BYTES
+        left_bytes = _TURN_BYTES
         while left_bytes > 0 and (self._filling or self._skip_bytes):
-            if self._filling:
-                count = self.socket.recv_into(self._filling[0])
-            else:
-                count = self.socket.recv_into(self._door.buffer[: self._skip_bytes])
-            if not count:
-                msg = "it closed the connection"
-                raise ConnectionResetError(msg)
+            count = self._receive(self._filling[0] if self._filling else self._door.buffer[: self._skip_bytes])
             left_bytes -= count
             self._count_data(count)
 
@@ -202,30 +217,36 @@ class Connection:
         if not self._filling and not self._skip_bytes:
             self._filled()
 
-    def _use_inbox_as_data(self) -> None:
-        while self._inbox and (self._filling or self._skip_bytes):
-            count = min(len(self._inbox), len(self._filling[0]) if self._filling else self._skip_bytes)
-            if self._filling:
-                self._filling[0][:count] = self._inbox[:count]
-            del self._inbox[:count]
-            self._count_data(count)
-        if self._inbox:  # the next request came along
-            rest, self._inbox = bytes(self._inbox), bytearray()
-            self._take(memoryview(rest))
+    def _use_data(self, view: memoryview) -> int:
+        count = min(len(view), len(self._filling[0]) if self._filling else self._skip_bytes)
+        if self._filling:
+            self._filling[0][:count] = view[:count]
+        self._count_data(count)
+        return count
 
     def _upload(self, sequence: int, session_id: int, request: m.Download) -> None:
         # The images straight from the slots, under a lease of their own.
+        if self._is_uploading:
+            self._send(sequence, m.Failed("protocol", "a download before the end of another"))
+            return
         handler = self._door.handler
         lease_id, slots = handler.open_download(session_id, request.keys)
         sizes = tuple(map(len, slots))
         self._send(sequence, m.Data(sizes), data_bytes=sum(sizes))
         self._outbox.extend(slot for slot in slots if len(slot))
-        self._outbox.append(
-            lambda: codec.encode(handler.close_download(session_id, lease_id), sequence, self._door.epoch)
-        )
+        self._is_uploading = True
+
+        def end() -> bytes:
+            self._is_uploading = False
+            return codec.encode(handler.close_download(session_id, lease_id), sequence, self._door.epoch)
+
+        self._outbox.append(end)
 
     def _send(self, sequence: int, reply: m.AnyReply, *, data_bytes: int = 0) -> None:
-        frame = codec.encode(reply, sequence, self._door.epoch, data_bytes)
+        try:
+            frame = codec.encode(reply, sequence, self._door.epoch, data_bytes)
+        except ProtocolError as error:  # too long: not the fault of who asked
+            frame = codec.encode(m.Failed("internal", str(error)), sequence, self._door.epoch)
         self._outbox.append(memoryview(frame))
         self._owned_bytes += len(frame)
         if self._owned_bytes > _MAX_OUT_BYTES:

@@ -23,6 +23,7 @@ from qkvault.wire.transport import Handler
 
 _ACCEPT_PAUSE_SECONDS: Final = 0.01
 _HELLO_SECONDS: Final = 10.0  # a connection that has not said hello by then is closed
+_MAX_STRANGERS: Final = 256  # connections that have not said hello; of more the oldest are closed
 _log = get_logger("wire")
 _limited = RateLimited(_log)
 
@@ -130,15 +131,19 @@ class SocketServer:
 
     def _drop_strangers(self) -> None:
         now = time.monotonic()
-        for plain, deadline in list(self._strangers.items()):
-            connection = self._connections.get(plain)
-            if connection is None or connection.session_id is not None:
+        for plain in list(self._strangers):
+            if self._connections[plain].session_id is not None:
                 del self._strangers[plain]
-            elif now > deadline:
-                self._drop(connection)
+        for plain, deadline in list(self._strangers.items()):  # the oldest first
+            if now <= deadline and len(self._strangers) <= _MAX_STRANGERS:
+                break
+            self._drop(self._connections[plain])
 
     def _drop(self, connection: Connection) -> None:
         self._strangers.pop(connection.socket, None)
         self._selector.unregister(connection.socket)
         del self._connections[connection.socket]
-        connection.close()
+        try:
+            connection.close()
+        except Exception:  # thread top: whatever a session leaves behind, the other clients are answered
+            _log.exception("session_not_ended", session=connection.session_id)
