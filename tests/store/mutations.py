@@ -149,7 +149,7 @@ MUTATIONS = {
     ),
     "a token is not compared": (
         CONNECTION,
-        "if not hmac.compare_digest(request.token.encode(), self._door.token.encode()):",
+        "if token and not hmac.compare_digest(request.token.encode(), token.encode()):",
         "if False:",
     ),
     "a client that dies keeps its session": (
@@ -174,9 +174,15 @@ MUTATIONS = {
     ),
     "a download may begin before another has ended": (
         CONNECTION,
-        "        if self._is_uploading:\n",
-        "        if False:\n",
+        "return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES",
+        "return self._owned_bytes > _MAX_OUT_BYTES",
     ),
+    "replies that nobody reads fill memory": (
+        CONNECTION,
+        "return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES",
+        "return self._is_uploading",
+    ),
+    "requests behind a full outbox are forgotten": (CONNECTION, "(was_full and self._take(_NOTHING))", "False"),
     "one client's download keeps the others waiting": (
         CONNECTION,
         "outbox, left_bytes = self._outbox, _TURN_BYTES",

@@ -16,8 +16,9 @@ from qkvault.wire.transport import Handler
 
 BUFFER_BYTES: Final = 1 << 18
 _TURN_BYTES: Final = 8 << 20  # of one client's data that are taken or sent before the others have their turn
-_MAX_OUT_BYTES: Final = 256 << 20  # a client that does not read its replies is cut off here
+_MAX_OUT_BYTES: Final = 4 << 20  # of replies that a client has yet to read: until it does, nothing is read from it
 _MAX_HELLO_BYTES: Final = 1 << 16  # before it said who it is, nobody gets more memory
+_NOTHING: Final = memoryview(b"")
 _WOULD_BLOCK: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -54,22 +55,38 @@ class Connection:
         """Whether something waits to be sent."""
         return bool(self._outbox)
 
-    def read(self) -> None:
-        """Take what has come, and answer. Raises OSError when the client has gone, ProtocolError to cut it off."""
+    @property
+    def is_full(self) -> bool:
+        """Whether it has so much to read that nothing is read from it meanwhile."""
+        return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES
+
+    def serve(self) -> None:
+        """Take what has come, answer, and send what can be sent in one turn.
+
+        Raises OSError when the client has gone, ProtocolError to cut it off.
+        """
+        has_more = True
+        while has_more:
+            if not self.is_full:
+                self._read()
+            was_full = self.is_full
+            self._write()
+            # What lies here already wakes no selector: requests behind a full outbox, and what TLS has decrypted.
+            has_more = not self.is_full and ((was_full and self._take(_NOTHING)) or self._has_decrypted())
+
+    def _has_decrypted(self) -> bool:
+        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
+
+    def _read(self) -> None:
         try:
-            while True:
-                if self._filling or self._skip_bytes:
-                    self._take_data()
-                else:
-                    self._take(self._door.buffer[: self._receive(self._door.buffer)])
-                if not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending():
-                    break  # what TLS has decrypted already wakes no selector
+            if self._filling or self._skip_bytes:
+                self._take_data()
+            else:
+                self._take(self._door.buffer[: self._receive(self._door.buffer)])
         except _WOULD_BLOCK:
             pass
-        self.write()
 
-    def write(self) -> None:
-        """Send what can be sent in one turn. Raises as ``read``."""
+    def _write(self) -> None:
         outbox, left_bytes = self._outbox, _TURN_BYTES
         try:
             while outbox and left_bytes > 0:
@@ -111,7 +128,8 @@ class Connection:
             raise ConnectionResetError(msg)
         return count
 
-    def _take(self, data: memoryview) -> None:
+    def _take(self, data: memoryview) -> bool:
+        # Whether anything of it, or of what had come before, could be used.
         if self._inbox:
             self._inbox += data
             with memoryview(self._inbox) as view:
@@ -121,11 +139,12 @@ class Connection:
             used = self._use(data)
             if used < len(data):
                 self._inbox += data[used:]
+        return used > 0
 
     def _use(self, view: memoryview) -> int:
-        # Answers all whole requests, and puts data where it belongs; returns how many bytes that were.
+        # Answers whole requests, and puts data where it belongs; returns how many bytes that were.
         at = 0
-        while at < len(view):
+        while at < len(view) and not self.is_full:
             if self._is_ending:
                 return len(view)
             expects_data = self._filling or self._skip_bytes
@@ -168,7 +187,8 @@ class Connection:
         self._is_ending = True  # unless all is well
         if not isinstance(request, m.Hello):
             return m.Failed("unauthorized", "the first message has to be Hello")
-        if not hmac.compare_digest(request.token.encode(), self._door.token.encode()):
+        token = self._door.token
+        if token and not hmac.compare_digest(request.token.encode(), token.encode()):
             return m.Failed("unauthorized", "the server asks for a token, and this is not it")
         self.session_id = handler.open_session(request.client)
         reply = handler.call(self.session_id, request)
@@ -226,9 +246,6 @@ class Connection:
 
     def _upload(self, sequence: int, session_id: int, request: m.Download) -> None:
         # The images straight from the slots, under a lease of their own.
-        if self._is_uploading:
-            self._send(sequence, m.Failed("protocol", "a download before the end of another"))
-            return
         handler = self._door.handler
         lease_id, slots = handler.open_download(session_id, request.keys)
         sizes = tuple(map(len, slots))
@@ -249,6 +266,3 @@ class Connection:
             frame = codec.encode(m.Failed("internal", str(error)), sequence, self._door.epoch)
         self._outbox.append(memoryview(frame))
         self._owned_bytes += len(frame)
-        if self._owned_bytes > _MAX_OUT_BYTES:
-            msg = "the client does not read its replies"
-            raise ProtocolError(msg)

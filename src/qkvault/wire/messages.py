@@ -20,7 +20,7 @@ Name = Annotated[str, Meta(max_length=1024)]
 Key = Annotated[bytes, Meta(max_length=KEY_BYTES)]
 Tokens = Annotated[bytes, Meta(max_length=1 << 20)]  # 4 bytes each
 Media = Annotated[tuple[Name, ...], Meta(max_length=64)]
-Description = Annotated[bytes, Meta(max_length=1 << 14)]
+Description = Annotated[bytes, Meta(max_length=1 << 12)]
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -139,7 +139,7 @@ class Download(Request, frozen=True):
     """Send what is in the slots of ``keys``, for a client that cannot map the pool. Answer: ``Data``.
 
     The images follow as the frame's data, one after the other; then comes a frame of its own, ``Done`` if all is as it
-    was sent or ``Failed`` if a slot had another owner meanwhile. The next one may be asked for after that.
+    was sent or ``Failed`` if a slot had another owner meanwhile.
     """
 
     keys: Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]  # 48 bytes each

@@ -82,9 +82,9 @@ class SocketServer:
 
     def _run(self) -> None:
         while True:
-            for key, events in self._selector.select(1.0 if self._strangers else None):
+            for key, _ in self._selector.select(1.0 if self._strangers else None):
                 if key.data is not None:
-                    self._serve(key.data, events)
+                    self._serve(key.data, key.events)
                 elif key.fileobj is self._listener.socket:
                     self._accept()
                 else:
@@ -110,15 +110,13 @@ class SocketServer:
         self._strangers[accepted] = time.monotonic() + _HELLO_SECONDS
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _serve(self, connection: Connection, events: int) -> None:
-        has_waited = events & selectors.EVENT_WRITE
+    def _serve(self, connection: Connection, waited_for: int) -> None:
         try:
-            if has_waited:
-                connection.write()
-            if events & selectors.EVENT_READ:
-                connection.read()
-            if connection.has_output != bool(has_waited):
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_output else 0)
+            connection.serve()
+            wanted = selectors.EVENT_WRITE if connection.has_output else 0
+            if not connection.is_full:
+                wanted |= selectors.EVENT_READ
+            if wanted != waited_for:
                 self._selector.modify(connection.socket, wanted, connection)
         except OSError:  # it has gone
             self._drop(connection)
