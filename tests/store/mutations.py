@@ -139,8 +139,8 @@ MUTATIONS = {
     ),
     "data of another size is accepted": (
         CONNECTION,
-        "if slots is None or sum(map(len, slots)) != head.data_bytes:",
-        "if slots is None:",
+        "if slots and sum(map(len, slots)) != head.data_bytes:",
+        "if head is None:",
     ),
     "a hello is not required": (
         CONNECTION,
@@ -210,8 +210,8 @@ MUTATIONS = {
     ),
     "a fetch shows what is not whole": (
         REMOTE,
-        "            if not isinstance(end, m.Done):\n",
-        "            if False:\n",
+        "        if not isinstance(end, m.Done):\n",
+        "        if False:\n",
     ),
     "whoever has pinged is judged by the grace": (
         SESSIONS,
