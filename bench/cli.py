@@ -1,6 +1,7 @@
-"""The command: ``python -m bench list | micro | e2e | all``.
+"""The command: ``python -m bench list | micro | load | e2e | all``.
 
-Micro benches take what is inside one process or two apart; e2e is the time to the first token of a real engine.
+Micro benches take what is inside one process or two apart; load is many processes on one server; e2e is the time to the
+first token of a real engine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ BENCHES = {
     "lookup": Bench("micro", "bench.micro.lookups", "what is cached of a long prompt, beside a dict"),
     "copy": Bench("micro", "bench.micro.copies", "store and retrieve in process, beside memcpy"),
     "socket": Bench("micro", "bench.micro.sockets", "the same from another process, and round trips"),
+    "index": Bench("micro", "bench.micro.index", "a lookup among a million keys, and what a key takes in memory"),
     "disk": Bench("micro", "bench.micro.disks", "store to and load from disk, beside raw O_DIRECT files"),
+    "load": Bench("load", "bench.load.mixed", "one server and 1 to 64 processes: each call's time, nothing lost"),
     "ttft": Bench("e2e", "bench.e2e.ttft", "time to the first token under vLLM: cold, from RAM, from disk"),
 }
 
@@ -47,11 +50,12 @@ def parser() -> argparse.ArgumentParser:
         description=f"{(__doc__ or '').strip()}\n\n{text}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("suite", nargs="?", default="all", choices=["list", "micro", "e2e", "all"])
+    made.add_argument("suite", nargs="?", default="all", choices=["list", "micro", "load", "e2e", "all"])
     made.add_argument("--only", action="append", choices=list(BENCHES), help="this bench; may be repeated")
     made.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes")
     made.add_argument("--tiny", action="store_true", help="see whether it runs; the numbers mean nothing")
     made.add_argument("--rounds", type=int, help="of everything, instead of as many as the size says")
+    made.add_argument("--seconds", type=float, help="of each number of clients, load bench")
     made.add_argument("--json", type=Path, metavar="FILE", help="write samples, machine and versions there")
     made.add_argument("--seed", type=int, default=1, help="of tokens, bytes and block tables")
     made.add_argument("--scratch", type=Path, default=scratch_folder(), help="folder for files; on the disk to measure")
@@ -77,6 +81,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         engines=engines,
         cases=tuple(options.case),
         rounds=options.rounds,
+        seconds=options.seconds,
     )
 
 

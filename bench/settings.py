@@ -30,12 +30,16 @@ class Sizes:
     ping_blocks: int
     ttft_tokens: int  # of the prompt whose first token is waited for
     ttft_rounds: int
+    index_keys: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)  # the last one is ours
+    load_clients: tuple[int, ...] = (1, 4, 16, 64)
+    load_chunks: int = 2_000  # that the pool holds; some half of what is asked for
+    load_seconds: float = 15.0
 
 
 SIZES = {
     Size.FULL: Sizes(131_072, 30, 512 << 20, 9, 512 << 20, 7, 200, 20, 2_790, 5),
-    Size.QUICK: Sizes(131_072, 10, 128 << 20, 5, 256 << 20, 3, 100, 10, 2_790, 3),
-    Size.TINY: Sizes(2_048, 2, 1 << 20, 2, 1 << 20, 2, 10, 2, 200, 1),
+    Size.QUICK: Sizes(131_072, 10, 128 << 20, 5, 256 << 20, 3, 100, 10, 2_790, 3, load_seconds=4.0),
+    Size.TINY: Sizes(2_048, 2, 1 << 20, 2, 1 << 20, 2, 10, 2, 200, 1, (1_000, 2_000), (2,), 100, 0.5),
 }
 
 
@@ -56,6 +60,7 @@ class Settings:
     dtype: str = ""
     engines: tuple[str, ...] = ("mp", "inproc")
     cases: tuple[str, ...] = ()  # none: all
+    seconds: float | None = None  # of the load bench; None: as long as the size says
     rounds: int | None = None  # of everything; None: as many as the size says
 
     @property
@@ -68,6 +73,11 @@ class Settings:
         return replace(sizes, **dict.fromkeys(of_rounds, self.rounds))
 
     @property
+    def load_seconds(self) -> float:
+        """How long the load bench keeps each number of clients busy."""
+        return self.sizes.load_seconds if self.seconds is None else self.seconds
+
+    @property
     def peer_python(self) -> Path | None:
         """The interpreter that has the peers, if there is one."""
         return None if self.peer_venv is None else self.peer_venv / "bin" / "python"
@@ -78,6 +88,7 @@ class Settings:
             "size": self.size.value,
             "seed": self.seed,
             "rounds": self.rounds,
+            "load_seconds": self.load_seconds,
             "dtype": self.dtype,
             "engines": list(self.engines),
             "has_peers": self.peer_venv is not None,

@@ -11,6 +11,7 @@ from typing import Final
 
 from qkvault.config_page import schema_markdown
 from qkvault.metrics import metrics_markdown
+from qkvault.wire.page import wire_markdown
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 
@@ -59,6 +60,7 @@ def behaviours_page() -> str:
 GENERATED: Final[list[tuple[str, Callable[[], str]]]] = [
     ("docs/config.md", schema_markdown),
     ("docs/metrics.md", metrics_markdown),
+    ("docs/wire.md", wire_markdown),
     ("docs/behaviours.md", behaviours_page),
 ]
 

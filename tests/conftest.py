@@ -28,7 +28,10 @@ REQUIRE_VLLM = os.environ.get("QKV_REQUIRE_VLLM") == "1"  # set by `make test`: 
 
 # The contract suites assert like tests, and must be rewritten before anybody imports them.
 pytest.register_assert_rewrite(
-    *(f"qkvault.testing.{name}" for name in ("store_model", "policy_contract", "tier_contract", "transport_contract"))
+    *(
+        f"qkvault.testing.{name}"
+        for name in ("store_model", "policy_contract", "tier_contract", "transport_contract", "transport_bytes")
+    )
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("default", deadline=None, print_blob=True)

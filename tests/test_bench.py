@@ -29,7 +29,9 @@ def micro(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "needed"), [("hash", 1), ("lookup", 1), ("copy", 4), ("socket", 4), ("disk", 0)])
+@pytest.mark.parametrize(
+    ("name", "needed"), [("hash", 1), ("lookup", 1), ("copy", 4), ("socket", 4), ("disk", 0), ("index", 1)]
+)
 def test_a_micro_bench_holds_ours_against_a_limit(micro, name, needed):
     if name not in micro["benches"]:
         assert name == "disk", micro["skipped"]  # the file system of the test may have no O_DIRECT
@@ -55,6 +57,18 @@ def test_a_result_says_where_and_how_it_was_measured(micro):
     assert micro["command"].startswith("python -m bench micro")
     assert micro["settings"]["size"] == "tiny"
     assert micro["date"].endswith("+00:00")
+
+
+@pytest.mark.slow
+def test_many_clients_are_measured_and_nothing_is_lost(tmp_path):
+    """B262: each call of two clients, and no call that failed."""
+    rows = {row["name"]: row["series"][0] for row in bench(tmp_path, "load")["benches"]["load"]}
+    facts = rows["2 clients, lookup"]["facts"]
+    assert (facts["failed"], facts["wrong"]) == (0, 0)
+    assert facts["found"] > 0
+    assert facts["p50 us"] <= facts["p99 us"] <= facts["p999 us"]
+    calls = {"lookup", "reserve", "copy in", "commit", "copy out", "release", "status"}
+    assert {name.removeprefix("2 clients, ") for name in rows} == calls
 
 
 @pytest.mark.slow
@@ -87,4 +101,13 @@ def test_a_ratio_is_taken_round_by_round():
 def test_the_list_names_every_bench():
     command = [sys.executable, "-m", "bench", "list"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert [line.split()[0] for line in told.splitlines()] == ["hash", "lookup", "copy", "socket", "disk", "ttft"]
+    assert [line.split()[0] for line in told.splitlines()] == [
+        "hash",
+        "lookup",
+        "copy",
+        "socket",
+        "index",
+        "disk",
+        "load",
+        "ttft",
+    ]

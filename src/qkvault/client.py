@@ -65,7 +65,7 @@ class StoreClient:
         lookups = [m.Lookup(root, keys, checks, _grains(tokens_of(num_chunks)), media) for root, keys in chains]
         found = [
             replace(located, ready=located.ready.with_asked(keys))
-            for located, (_, keys) in zip(self._ask_each(lookups), chains, strict=True)
+            for located, (_, keys) in zip(self.several(lookups), chains, strict=True)
         ]
         forks = {}
         for at, (located, (root, keys)) in enumerate(zip(found, chains, strict=True)):
@@ -73,13 +73,23 @@ class StoreClient:
             if located.can_fork and (tokens := _grains(tokens_of(number))):
                 parent = keys[(number - 1) * KEY_BYTES : number * KEY_BYTES] if number else root
                 forks[at] = m.Match(located.lease_id, parent, tokens, media)
-        for at, located in zip(forks, self._ask_each(list(forks.values())), strict=True):
+        for at, located in zip(forks, self.several(list(forks.values())), strict=True):
             found[at] = located
         return found
 
+    def several(self, requests: Sequence[m.Lookup | m.Match | m.Poll]) -> tuple[m.Located, ...]:
+        """Ask all of ``requests`` in one message. The answers are those to each asked alone, in order."""
+        if len(requests) <= 1:
+            return tuple(self._ask(request, m.Located) for request in requests)
+        replies = self._ask(m.Several(tuple(requests)), m.Each).replies
+        if len(replies) != len(requests):
+            msg = f"{len(requests)} questions, {len(replies)} answers"
+            raise ProtocolError(msg)
+        return replies
+
     def poll_each(self, lease_ids: Sequence[int]) -> list[m.Located]:
         """``poll`` several leases in one message."""
-        return list(self._ask_each([m.Poll(lease_id) for lease_id in lease_ids]))
+        return list(self.several([m.Poll(lease_id) for lease_id in lease_ids]))
 
     def inspect(
         self,
@@ -166,15 +176,6 @@ class StoreClient:
     def close(self) -> None:
         """End the session: its leases end with it. Idempotent."""
         self._transport.close()
-
-    def _ask_each(self, requests: Sequence[m.Lookup | m.Match | m.Poll]) -> Sequence[m.Located]:
-        if len(requests) <= 1:
-            return [self._ask(request, m.Located) for request in requests]
-        replies = self._ask(m.Several(tuple(requests)), m.Each).replies
-        if len(replies) != len(requests):
-            msg = f"{len(requests)} questions, {len(replies)} answers"
-            raise ProtocolError(msg)
-        return replies
 
     def _ask(self, request: m.AnyRequest, expected: type[R]) -> R:
         reply = self._transport.call(request)

@@ -17,29 +17,45 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "tests/store/test_model.py"
 SUITE = ["tests/store", "tests/wire", "tests/policies", "tests/tiers", "tests/test_client.py", "tests/test_embedded.py"]
-CORE, MANAGER, ROOM = "store/core.py", "store/manager.py", "store/room.py"
-TIERING, SOCKETS = "store/tiering.py", "wire/sockets.py"
+CORE, INDEX, MANAGER, ROOM = "store/core.py", "store/index.py", "store/manager.py", "store/room.py"
+TIERING, SESSIONS = "store/tiering.py", "store/sessions.py"
+CONNECTION, LISTEN, REMOTE, SOCKETS = "wire/connection.py", "wire/listen.py", "wire/remote.py", "wire/sockets.py"
 
-# name: file, what stands there, what stands there instead
+# name: file, what stands there (once), what stands there instead
 MUTATIONS = {
     "reserve makes READY": (
         MANAGER,
-        "        lease.items.append(LeaseItem(entry, Medium.RAM, chunk.num_tokens))\n",
-        "        lease.items.append(LeaseItem(entry, Medium.RAM, chunk.num_tokens))\n        self._publish([entry])\n",
+        "        lease.entries.append(entry)\n        return Outcome.RESERVED\n",
+        "        lease.entries.append(entry)\n        self._publish([entry])\n        return Outcome.RESERVED\n",
     ),
-    "lookup skips the check of the tokens": (MANAGER, " or entry.sketch[-SKETCH_BYTES:] != check", ""),
-    "lookup skips the parent": (MANAGER, "entry.parent is not parent or ", ""),
+    "lookup does not compare checks": (MANAGER, "alike = self._alike(run, checks)", "alike = run"),
+    "lookup skips the parent": (INDEX, "entry.parent is None or entry.parent is not parent", "entry.parent is None"),
+    "a run trusts the last key without the chain's length": (
+        INDEX,
+        "if num_known and (node is not root or len(run) < num_known):",
+        "if num_known and node is not root:",
+    ),
+    "a run trusts the last key without the chain's root": (
+        INDEX,
+        "if num_known and (node is not root or len(run) < num_known):",
+        "if len(run) < num_known:",
+    ),
     "a load skips the payload's check sum": ("tiers/disk.py", "            verify_payload(piece.image, header)\n", ""),
     "eviction ignores leases": (ROOM, "return entry.pins > 0", "return entry.state is not ChunkState.READY"),
     "abort publishes": (
         MANAGER,
-        "        for item in lease.items:\n            self._abort_entry(item.entry)\n",
-        "        for item in lease.items:\n            item.entry.pins -= 1\n            self._publish([item.entry])\n",
+        "        for entry in lease.entries:\n            self._abort_entry(entry)\n",
+        "        for entry in lease.entries:\n            entry.pins -= 1\n            self._publish([entry])\n",
     ),
     "match skips the comparison of tokens": (
         CORE,
         "if wanted[start : start + _GRAIN_BYTES] != held[start : start + _GRAIN_BYTES]:",
         "if not held:",
+    ),
+    "the tokens of a partial match are not compared": (
+        CORE,
+        "Partial(num_tokens, tokens[: num_tokens * TOKEN_BYTES])",
+        "Partial(num_tokens, None)",
     ),
     "the head is evicted first": (
         ROOM,
@@ -48,8 +64,8 @@ MUTATIONS = {
     ),
     "a failed load is not voided": (
         CORE,
-        "nothing after it can be used\n                self._drop_items(lease, at)\n                break\n",
-        "\n                continue\n",
+        "            self._cut(lease, at)  # its load failed: nothing after it can be used\n",
+        "            pass\n",
     ),
     "a chunk that is gone stays in the index": (
         TIERING,
@@ -58,24 +74,30 @@ MUTATIONS = {
     ),
     "slots of a late writer are freed": (
         MANAGER,
-        "slots.append(item.entry.offset)\n                self._abort_entry(item.entry, keep_slot=True)\n",
-        "self._abort_entry(item.entry)\n",
+        "                slots.append(entry.offset)\n                self._abort_entry(entry, keep_slot=True)\n",
+        "                self._abort_entry(entry)\n",
     ),
     "a slot is given with its old header": (
         ROOM,
         "        wipe_header(self.pool.view(offset, entry.image_bytes))\n",
         "",
     ),
-    "a slot is left with its header": (ROOM, "        wipe_header(self.image(entry))\n", ""),
+    "a slot is left with its header": (ROOM, "        wipe_header(self.pool.view(offset, PREFIX_BYTES))\n", ""),
+    "a slot leaves quarantine with the header of a late writer": (
+        CORE,
+        "            self.room.free(offset)\n",
+        "            self.room.pool.free(offset)\n",
+    ),
     "a slot that nobody wrote is published": (MANAGER, " or key_in(self.room.image(entry)) != entry.key", ""),
+    "commit publishes what was not named": (MANAGER, "or not is_named or key_in", "or key_in"),
     "commit ignores a clear": (MANAGER, "            if entry.doom or not is_named", "            if not is_named"),
     "a scan brings back what was cleared": (MANAGER, "book.is_void = True", "book.is_void = False"),
     "shorter tails are kept": (MANAGER, 'self._doom(sibling, "superseded")', "pass"),
     "a tier has no cap": (TIERING, "        if excess_bytes <= 0:\n", "        if excess_bytes is not None:\n"),
     "match asks every medium": (
         "client.py",
-        "m.Match(found.lease_id, parent, tokens, media)",
-        "m.Match(found.lease_id, parent, tokens)",
+        "m.Match(located.lease_id, parent, tokens, media)",
+        "m.Match(located.lease_id, parent, tokens)",
     ),
     "match extends a lease that lost its end": (
         MANAGER,
@@ -99,28 +121,116 @@ MUTATIONS = {
         "            else:\n                self.release(session_id, lease.lease_id)\n        for owner",
         "        for owner",
     ),
+    "a session that ends keeps its quarantine": (
+        MANAGER,
+        "[key for key in self.quarantine if key[0] == session_id]",
+        "[]",
+    ),
+    "a download is not under a lease": (CORE, "        self._pin_all(lease, here, None)\n", ""),
+    "a download whose lease ran out is whole": (
+        "store/driver.py",
+        "return m.Done() if is_live else",
+        "return m.Done() if lease_id >= 0 else",
+    ),
+    "data is accepted without a write lease": (
+        CORE,
+        "        if lease is None or not lease.is_write:\n            return None\n        named",
+        "        if lease is None:\n            return None\n        named",
+    ),
+    "data of another size is accepted": (
+        CONNECTION,
+        "if slots and sum(map(len, slots)) != head.data_bytes:",
+        "if head is None:",
+    ),
+    "a hello is not required": (
+        CONNECTION,
+        '            return m.Failed("unauthorized", "the first message has to be Hello")\n',
+        "            self.session_id, self._is_ending = 1, False\n            return m.Done()\n",
+    ),
+    "a token is not compared": (
+        CONNECTION,
+        "if token and not hmac.compare_digest(request.token.encode(), token.encode()):",
+        "if False:",
+    ),
     "a client that dies keeps its session": (
-        SOCKETS,
-        "        self._handler.close_session(connection.session_id)\n",
-        "",
+        CONNECTION,
+        "            self._door.handler.close_session(self.session_id)\n",
+        "            pass\n",
     ),
     "a late answer is the next one's": (
         SOCKETS,
-        "            self._is_usable = False  # unless",
-        "            # unless",
+        "        self._is_usable = False  # unless all",
+        "        # unless all",
     ),
     "each byte has a deadline of its own": (
         SOCKETS,
         "                raise TimeoutError\n",
-        "                left_seconds = self._timeout_seconds\n",
+        "                left_seconds = 1.0\n",
     ),
-    "anybody may connect": (SOCKETS, "            Path(path).chmod(0o600)", "            Path(path).chmod(0o666)"),
+    "a slot from afar keeps its old header": (
+        REMOTE,
+        "wipe_header(self.pool.take(offset, chunk.image_bytes))",
+        "self.pool.take(offset, chunk.image_bytes)",
+    ),
+    "a download may begin before another has ended": (
+        CONNECTION,
+        "return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES",
+        "return self._owned_bytes > _MAX_OUT_BYTES",
+    ),
+    "replies that nobody reads fill memory": (
+        CONNECTION,
+        "return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES",
+        "return self._is_uploading",
+    ),
+    "requests behind a full outbox are forgotten": (CONNECTION, "(was_full and self._take(_NOTHING))", "False"),
+    "one client's download keeps the others waiting": (
+        CONNECTION,
+        "outbox, left_bytes = self._outbox, _TURN_BYTES",
+        "outbox, left_bytes = self._outbox, 1 << 60",
+    ),
+    "strangers may be as many as they like": (
+        "wire/server.py",
+        "if now <= deadline and len",
+        "if now <= deadline or len",
+    ),
+    "a reply that is too long ends the connection": (
+        CONNECTION,
+        "        except ProtocolError as error:  # too long: not the fault of who asked\n",
+        "        except ZeroDivisionError as error:\n",
+    ),
+    "a commit from afar sends all": (
+        REMOTE,
+        "keys = slots if request.keys is None else [key for key in slots if key in request.keys]",
+        "keys = slots",
+    ),
+    "a fetch shows what was evicted": (
+        REMOTE,
+        "                else:\n                    wipe_header(view)\n",
+        "",
+    ),
+    "a fetch shows what is not whole": (
+        REMOTE,
+        "        if not isinstance(end, m.Done):\n",
+        "        if False:\n",
+    ),
+    "whoever has pinged is judged by the grace": (
+        SESSIONS,
+        "self.reap_timeout_seconds if session.has_pinged else self.registration_grace_seconds",
+        "self.registration_grace_seconds",
+    ),
+    "whoever never pinged is judged at once": (
+        SESSIONS,
+        "self.reap_timeout_seconds if session.has_pinged else self.registration_grace_seconds",
+        "self.reap_timeout_seconds",
+    ),
+    "anybody may connect": (LISTEN, "            Path(path).chmod(0o600)", "            Path(path).chmod(0o666)"),
+    "strangers are served": (LISTEN, "elif _peer_uid(accepted) not in (os.getuid(), 0):", "elif False:"),
 }
 
 
 def copy_tree(folder: Path) -> None:
     for name in ("src", "tests", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test_mutations.py"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     with (folder / "tests" / "conftest.py").open("a") as conftest:  # the first failure is enough: no time to shrink it
         conftest.write(

@@ -242,6 +242,15 @@ class TestCollisions:
         assert len(desk.lookup("aaaa").ready) == 1
         assert desk.reserve("aaaa").outcomes == (Outcome.PRESENT, Outcome.COLLISION)
 
+    def test_a_key_that_is_known_elsewhere_in_its_chain_is_no_hit(self, desk):
+        """A chain that is shorter than the keys that lead to its last one: they are not its keys."""
+        desk.save("aa")
+        (chunk,) = desk.chunks("aa")
+        unknown = SPACE + b"u" * HASH_BYTES
+        for keys in (unknown + chunk.key, unknown * 2 + chunk.key, chunk.key * 2, unknown + chunk.key + unknown):
+            located = desk.store.lookup(1, ROOT, keys, chunk.check * 3, 0.0)
+            assert len(located.ready) == keys.startswith(chunk.key)
+
     def test_what_hangs_on_a_collision_is_not_stored(self, desk):
         """Nobody's chunk becomes the child of other tokens."""
         chunk, other = desk.chunks("aa")[0], desk.chunks("bb")[0]

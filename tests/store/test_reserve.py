@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from qkvault.testing.store_model import ROOT, SPACE
 from qkvault.types import HASH_BYTES, Outcome
@@ -285,3 +286,19 @@ def test_a_head_may_be_stored_under_a_tail_that_is_there(make_desk):
     desk.assert_cache(ram="aabb")
     desk.save("aa")
     desk.assert_cache(ram="aa")
+
+
+def test_bytes_that_look_like_a_header_are_none(make_desk):
+    """What lies inside a payload is not taken for the header of a slot that begins there later, and was not written."""
+    desk = make_desk(slots=1)
+    small = desk.chunks("b")[0]
+    (chunk,) = desk.chunks("aa")
+    image = memoryview(bytearray(8192))
+    small._replace(payload=b"").write(image[4096:])
+    reserved = desk.store.reserve(1, [chunk.new()], 0.0)
+    chunk._replace(payload=bytes(image[4096:])).write(desk.pool.view(reserved.offsets[0], 8192))
+    assert desk.store.commit(1, reserved.lease_id) == 1
+    desk.store.clear()
+    reserved = desk.store.reserve(1, [replace(small.new(), image_bytes=4096)], 0.0)
+    assert reserved.offsets == (4096,)
+    assert desk.store.commit(1, reserved.lease_id) == 0

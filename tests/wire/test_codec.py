@@ -105,6 +105,15 @@ def test_a_frame_has_a_limit_in_both_directions():
         codec.encode(m.Match(0, KEY, bytes(codec.MAX_BODY_BYTES)), 0, 0)
 
 
+@pytest.mark.parametrize("deep", [b"\x91", b"\x81\xa1x"])
+def test_nesting_without_end_is_a_protocol_error(deep):
+    """Not an error of the interpreter's, which would cost the connection."""
+    for decode in (codec.decode_request, codec.decode_reply):
+        for body in (deep * 100_000, b"\x81\xa1x" + deep * 100_000):
+            with pytest.raises(ProtocolError):
+                decode(body)
+
+
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_are_a_protocol_error(body):
     """Never another exception."""

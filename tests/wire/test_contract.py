@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing, contextmanager
 
+from qkvault.testing.transport_bytes import TransportBytesContract
 from qkvault.testing.transport_contract import TransportContract
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.remote import RemoteTransport
@@ -11,13 +12,13 @@ from qkvault.wire.server import SocketServer
 from qkvault.wire.sockets import SocketTransport
 
 
-class TestInprocTransport(TransportContract):
+class Inproc:
     @contextmanager
     def serve(self, driver, folder):
         yield lambda: InprocTransport(driver, driver.pool, driver.wait_change, "test")
 
 
-class TestUnixTransport(TransportContract):
+class Unix:
     @contextmanager
     def serve(self, driver, folder):
         address = f"unix://{folder}/s"
@@ -25,8 +26,32 @@ class TestUnixTransport(TransportContract):
             yield lambda: SocketTransport(address, "test", timeout_seconds=20.0)
 
 
-class TestTcpTransport(TransportContract):
+class Tcp:
     @contextmanager
     def serve(self, driver, folder):
         with closing(SocketServer(driver, driver.pool, "tcp://127.0.0.1:0", epoch=7, token="sesame")) as server:
             yield lambda: RemoteTransport(server.address, "test", timeout_seconds=20.0, token="sesame")
+
+
+class TestInprocTransport(Inproc, TransportContract):
+    pass
+
+
+class TestInprocBytes(Inproc, TransportBytesContract):
+    pass
+
+
+class TestUnixTransport(Unix, TransportContract):
+    pass
+
+
+class TestUnixBytes(Unix, TransportBytesContract):
+    pass
+
+
+class TestTcpTransport(Tcp, TransportContract):
+    pass
+
+
+class TestTcpBytes(Tcp, TransportBytesContract):
+    pass

@@ -293,7 +293,7 @@ class Core:
 
     def _end_quarantine(self, session_id: int, lease_id: int) -> None:
         for offset in self.quarantine.pop((session_id, lease_id), ()):
-            self.room.pool.free(offset)
+            self.room.free(offset)
 
 
 def _not_ready(entries: Sequence[Entry]) -> list[int]:

@@ -90,7 +90,7 @@ class StoreDriver:
     def close_session(self, session_id: int) -> None:
         """The client has gone: its leases end. Unknown ids are ignored."""
         with self._lock:
-            if self._sessions.close(session_id):
+            if self._sessions.close(session_id) and not self._is_closing:
                 self.manager.end_session(session_id)
                 self._after_change()
 
@@ -122,11 +122,13 @@ class StoreDriver:
         They stay the session's until it ends, also when the lease runs out meanwhile.
         """
         with self._lock:
+            self._sessions.hear(session_id, self._clock())
             return self.manager.slots_of(session_id, lease_id, keys)
 
     def open_download(self, session_id: int, keys: bytes) -> tuple[int, list[memoryview]]:
         """Lease what is in RAM of ``keys``. Returns the lease, and the images: an empty view for one that is not."""
         with self._lock:
+            self._sessions.hear(session_id, self._clock())
             return self.manager.open_download(session_id, keys, self._clock())
 
     def close_download(self, session_id: int, lease_id: int) -> m.AnyReply:

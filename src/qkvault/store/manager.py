@@ -329,5 +329,6 @@ def _require_sane(chunk: NewChunk) -> None:
         and chunk.image_bytes >= PREFIX_BYTES + chunk.num_tokens * TOKEN_BYTES
     )
     if not is_sane:
-        msg = f"a malformed chunk: {chunk}"
+        key = chunk.key[:KEY_BYTES].hex()
+        msg = f"a malformed chunk: key {key}, {chunk.num_tokens} tokens, {chunk.image_bytes} bytes"
         raise ValueError(msg)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qkvault.image import ALIGNMENT_BYTES, align_up, wipe_header
+from qkvault.image import ALIGNMENT_BYTES, PREFIX_BYTES, align_up, wipe_header
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.index import NOWHERE, Entry, Index
@@ -84,18 +84,23 @@ class Room:
         self.policy.add(entry.key)
 
     def take(self, entry: Entry, *, keep_slot: bool = False) -> int:
-        """Take the slot away from ``entry`` and free it, unless ``keep_slot`` (quarantine). Returns its offset.
-
-        Its header is wiped: the next slot there may begin elsewhere, and would leave the old one to late readers.
-        """
+        """Take the slot away from ``entry`` and free it, unless ``keep_slot`` (quarantine). Returns its offset."""
         offset = entry.offset
-        wipe_header(self.image(entry))
         if not keep_slot:
-            self.pool.free(offset)
+            self.free(offset)
         entry.offset = NOWHERE
         entry.state = ChunkState.ABSENT
         self.policy.remove(entry.key)
         return offset
+
+    def free(self, offset: int) -> None:
+        """Free a slot.
+
+        Its header is wiped, which a late writer may have written again: the next slot there may begin elsewhere, and
+        would leave the old one to late readers.
+        """
+        wipe_header(self.pool.view(offset, PREFIX_BYTES))
+        self.pool.free(offset)
 
     def image(self, entry: Entry) -> memoryview:
         """The bytes of the slot of ``entry``."""
@@ -103,6 +108,8 @@ class Room:
 
     def _allocate(self, num_bytes: int) -> int | None:
         needed_bytes = align_up(num_bytes)
+        if needed_bytes > self.pool.capacity_bytes:
+            return None
         wanted_bytes = max(needed_bytes - self.pool.free_bytes, ALIGNMENT_BYTES)
         offset = self.pool.allocate(num_bytes)
         while offset is None:

@@ -1,10 +1,13 @@
 """What every transport promises, as tests: the same answers as in process, whatever lies between.
 
-class TestMyTransport(TransportContract):
+class Mine:
     @contextmanager
     def serve(self, driver, folder):
         with closing(MyServer(driver)) as server:
             yield lambda: MyTransport(server.address)
+
+class TestMyTransport(Mine, TransportContract): ...
+class TestMyBytes(Mine, TransportBytesContract): ...  # of transport_bytes
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from qkvault.client import StoreClient
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
 from qkvault.policies.lru import LruPolicy
 from qkvault.pool import Pool
-from qkvault.store.driver import StoreDriver
+from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
 from qkvault.store.tiering import TierBook
 from qkvault.testing.dict_tier import DictTier
@@ -44,6 +47,7 @@ def make_driver(
     pool_bytes: int = POOL_BYTES,
     lease_seconds: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
+    traits: Traits | None = None,
 ) -> StoreDriver:
     """A running store that other processes may attach to. The caller closes it."""
     books = [
@@ -51,7 +55,8 @@ def make_driver(
         for number, tier in enumerate(tiers)
     ]
     pool = Pool(pool_bytes, name="qkvault-test", prefault=False)
-    return StoreDriver(StorageManager(pool, LruPolicy(), books, lease_seconds=lease_seconds), tiers, clock=clock)
+    manager = StorageManager(pool, LruPolicy(), books, lease_seconds=lease_seconds)
+    return StoreDriver(manager, tiers, clock=clock, traits=traits or Traits())
 
 
 def prompt(word: str) -> list[ModelChunk]:
@@ -93,8 +98,8 @@ def read(client: StoreClient, located: Located, word: str) -> int:
     return located.ready.num_tokens
 
 
-class TransportContract:
-    """Subclass, and say how a store is served."""
+class Served:
+    """A store that is reached through a transport. Subclasses say how it is served."""
 
     def serve(self, driver: StoreDriver, folder: Path) -> AbstractContextManager[Callable[[], Transport]]:
         """A context in which transports to ``driver`` can be made. ``folder`` is empty."""
@@ -124,6 +129,10 @@ class TransportContract:
     def client(self, connect: Connect) -> StoreClient:
         """One client."""
         return connect()
+
+
+class TransportContract(Served):
+    """Requests and their answers."""
 
     def test_what_one_client_stored_another_reads(self, connect: Connect) -> None:
         """Both see the same memory: bytes written through one's pool are read through the other's."""

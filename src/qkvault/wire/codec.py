@@ -54,7 +54,7 @@ def decode_request(body: bytes | bytearray | memoryview) -> AnyRequest:
     """Parse a request. Raises ProtocolError."""
     try:
         return _REQUESTS.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(str(error)) from error
 
 
@@ -62,5 +62,5 @@ def decode_reply(body: bytes | bytearray | memoryview) -> AnyReply:
     """Parse a reply. Raises ProtocolError."""
     try:
         return _REPLIES.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(str(error)) from error

@@ -15,9 +15,10 @@ from qkvault.wire import messages as m
 from qkvault.wire.transport import Handler
 
 BUFFER_BYTES: Final = 1 << 18
-_DATA_TURN_BYTES: Final = 8 << 20  # of one client's data that are taken before the others have their turn
-_MAX_OUT_BYTES: Final = 256 << 20  # a client that does not read its replies is cut off here
+_TURN_BYTES: Final = 8 << 20  # of one client's data that are taken or sent before the others have their turn
+_MAX_OUT_BYTES: Final = 4 << 20  # of replies that a client has yet to read: until it does, nothing is read from it
 _MAX_HELLO_BYTES: Final = 1 << 16  # before it said who it is, nobody gets more memory
+_NOTHING: Final = memoryview(b"")
 _WOULD_BLOCK: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -43,6 +44,7 @@ class Connection:
         self._owned_bytes = 0  # of the outbox, besides slots
         self._sends_pool = False  # the descriptor goes with the next bytes
         self._is_ending = False  # closed when all is sent
+        self._is_uploading = False  # slots wait to be sent
         # Data that comes after a message: where it is to go, and who is answered then.
         self._filling: deque[memoryview] = deque()
         self._skip_bytes = 0
@@ -53,25 +55,41 @@ class Connection:
         """Whether something waits to be sent."""
         return bool(self._outbox)
 
-    def read(self) -> None:
-        """Take what has come, and answer. Raises OSError when the client has gone, ProtocolError to cut it off."""
+    @property
+    def is_full(self) -> bool:
+        """Whether it has so much to read that nothing is read from it meanwhile."""
+        return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES
+
+    def serve(self) -> None:
+        """Take what has come, answer, and send what can be sent in one turn.
+
+        Raises OSError when the client has gone, ProtocolError to cut it off.
+        """
+        has_more = True
+        while has_more:
+            if not self.is_full:
+                self._read()
+            was_full = self.is_full
+            self._write()
+            # What lies here already wakes no selector: requests behind a full outbox, and what TLS has decrypted.
+            has_more = not self.is_full and ((was_full and self._take(_NOTHING)) or self._has_decrypted())
+
+    def _has_decrypted(self) -> bool:
+        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
+
+    def _read(self) -> None:
         try:
-            while True:
-                if self._filling or self._skip_bytes:
-                    self._take_data()
-                else:
-                    self._take(self._door.buffer[: self.socket.recv_into(self._door.buffer)])
-                if not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending():
-                    break  # what TLS has decrypted already wakes no selector
+            if self._filling or self._skip_bytes:
+                self._take_data()
+            else:
+                self._take(self._door.buffer[: self._receive(self._door.buffer)])
         except _WOULD_BLOCK:
             pass
-        self.write()
 
-    def write(self) -> None:
-        """Send what can be sent. Raises as ``read``."""
-        outbox = self._outbox
+    def _write(self) -> None:
+        outbox, left_bytes = self._outbox, _TURN_BYTES
         try:
-            while outbox:
+            while outbox and left_bytes > 0:
                 item = outbox[0]
                 if not isinstance(item, memoryview):
                     item = outbox[0] = memoryview(item())
@@ -80,7 +98,8 @@ class Connection:
                     sent = socket.send_fds(self.socket, [item], [self._door.descriptor])
                     self._sends_pool = False
                 else:
-                    sent = self.socket.send(item)
+                    sent = self.socket.send(item[:left_bytes])
+                left_bytes -= sent
                 if item.readonly:  # a frame of ours; slots are not
                     self._owned_bytes -= sent
                 if sent < len(item):
@@ -89,46 +108,64 @@ class Connection:
                     outbox.popleft()
         except _WOULD_BLOCK:
             return
-        if self._is_ending:
+        if self._is_ending and not outbox:
             msg = "refused"
             raise ConnectionAbortedError(msg)
 
     def close(self) -> None:
         """Close the socket, and end the session."""
         self.socket.close()
+        self._outbox.clear()  # no view of a slot outlives the session
+        self._filling.clear()
+        self._filled = lambda: None
         if self.session_id is not None:
             self._door.handler.close_session(self.session_id)
 
-    def _take(self, data: memoryview) -> None:
-        if not data:
+    def _receive(self, view: memoryview) -> int:
+        count = self.socket.recv_into(view)
+        if not count:
             msg = "it closed the connection"
             raise ConnectionResetError(msg)
+        return count
+
+    def _take(self, data: memoryview) -> bool:
+        # Whether anything of it, or of what had come before, could be used.
         if self._inbox:
             self._inbox += data
             with memoryview(self._inbox) as view:
-                used = self._answer(view)
+                used = self._use(view)
             del self._inbox[:used]
         else:  # nearly always: one whole request
-            used = self._answer(data)
+            used = self._use(data)
             if used < len(data):
                 self._inbox += data[used:]
-        if self._inbox and (self._filling or self._skip_bytes):
-            self._use_inbox_as_data()
+        return used > 0
 
-    def _answer(self, view: memoryview) -> int:
-        # Answers all whole requests; returns how many bytes they were. Stops where data begins.
+    def _use(self, view: memoryview) -> int:
+        # Answers whole requests, and puts data where it belongs; returns how many bytes that were.
         at = 0
-        while len(view) - at >= codec.HEAD.size and not (self._filling or self._skip_bytes or self._is_ending):
-            head = codec.decode_head(view[at : at + codec.HEAD.size])
-            if self.session_id is None and (head.body_bytes > _MAX_HELLO_BYTES or head.data_bytes):
-                msg = "a long message before the hello"
-                raise ProtocolError(msg)
-            start = at + codec.HEAD.size
-            if len(view) < start + head.body_bytes:
+        while at < len(view) and not self.is_full:
+            if self._is_ending:
+                return len(view)
+            expects_data = self._filling or self._skip_bytes
+            used = self._use_data(view[at:]) if expects_data else self._use_frame(view[at:])
+            if not used:
                 break
-            at = start + head.body_bytes
-            self._on_frame(head, view[start:at])
+            at += used
         return at
+
+    def _use_frame(self, view: memoryview) -> int:
+        if len(view) < codec.HEAD.size:
+            return 0
+        head = codec.decode_head(view[: codec.HEAD.size])
+        if self.session_id is None and (head.body_bytes > _MAX_HELLO_BYTES or head.data_bytes):
+            msg = "a long message before the hello"
+            raise ProtocolError(msg)
+        end = codec.HEAD.size + head.body_bytes
+        if len(view) < end:
+            return 0
+        self._on_frame(head, view[codec.HEAD.size : end])
+        return end
 
     def _on_frame(self, head: codec.Head, body: memoryview) -> None:
         try:
@@ -138,10 +175,10 @@ class Connection:
             return
         if self.session_id is None:
             self._send(head.sequence, self._open(request))
-        elif isinstance(request, m.Download):
-            self._upload(head.sequence, self.session_id, request)
         elif head.data_bytes:
             self._on_data(head, self.session_id, request)
+        elif isinstance(request, m.Download):
+            self._upload(head.sequence, self.session_id, request)
         else:
             self._send(head.sequence, self._door.handler.call(self.session_id, request))
 
@@ -150,7 +187,8 @@ class Connection:
         self._is_ending = True  # unless all is well
         if not isinstance(request, m.Hello):
             return m.Failed("unauthorized", "the first message has to be Hello")
-        if not hmac.compare_digest(request.token.encode(), self._door.token.encode()):
+        token = self._door.token
+        if token and not hmac.compare_digest(request.token.encode(), token.encode()):
             return m.Failed("unauthorized", "the server asks for a token, and this is not it")
         self.session_id = handler.open_session(request.client)
         reply = handler.call(self.session_id, request)
@@ -159,10 +197,13 @@ class Connection:
         return reply
 
     def _on_data(self, head: codec.Head, session_id: int, request: m.AnyRequest) -> None:
+        if not isinstance(request, m.Commit):
+            self._refuse(head, f"{type(request).__name__} has no data")
+            return
         handler = self._door.handler
-        slots = handler.slots_of(session_id, request.lease_id, request.keys) if isinstance(request, m.Commit) else None
-        if slots is None or sum(map(len, slots)) != head.data_bytes:
-            self._refuse(head, f"{head.data_bytes} bytes of data for which nothing is reserved")
+        slots = handler.slots_of(session_id, request.lease_id, request.keys) or []  # none: the lease has run out
+        if slots and sum(map(len, slots)) != head.data_bytes:
+            self._refuse(head, f"{head.data_bytes} bytes of data for slots of {sum(map(len, slots))}")
         else:
             self._expect(head, slots, lambda: self._send(head.sequence, handler.call(session_id, request)))
 
@@ -178,15 +219,9 @@ class Connection:
             then()
 
     def _take_data(self) -> None:
-        left_bytes = _DATA_TURN_BYTES
+        left_bytes = _TURN_BYTES
         while left_bytes > 0 and (self._filling or self._skip_bytes):
-            if self._filling:
-                count = self.socket.recv_into(self._filling[0])
-            else:
-                count = self.socket.recv_into(self._door.buffer[: self._skip_bytes])
-            if not count:
-                msg = "it closed the connection"
-                raise ConnectionResetError(msg)
+            count = self._receive(self._filling[0] if self._filling else self._door.buffer[: self._skip_bytes])
             left_bytes -= count
             self._count_data(count)
 
@@ -202,16 +237,12 @@ class Connection:
         if not self._filling and not self._skip_bytes:
             self._filled()
 
-    def _use_inbox_as_data(self) -> None:
-        while self._inbox and (self._filling or self._skip_bytes):
-            count = min(len(self._inbox), len(self._filling[0]) if self._filling else self._skip_bytes)
-            if self._filling:
-                self._filling[0][:count] = self._inbox[:count]
-            del self._inbox[:count]
-            self._count_data(count)
-        if self._inbox:  # the next request came along
-            rest, self._inbox = bytes(self._inbox), bytearray()
-            self._take(memoryview(rest))
+    def _use_data(self, view: memoryview) -> int:
+        count = min(len(view), len(self._filling[0]) if self._filling else self._skip_bytes)
+        if self._filling:
+            self._filling[0][:count] = view[:count]
+        self._count_data(count)
+        return count
 
     def _upload(self, sequence: int, session_id: int, request: m.Download) -> None:
         # The images straight from the slots, under a lease of their own.
@@ -220,14 +251,18 @@ class Connection:
         sizes = tuple(map(len, slots))
         self._send(sequence, m.Data(sizes), data_bytes=sum(sizes))
         self._outbox.extend(slot for slot in slots if len(slot))
-        self._outbox.append(
-            lambda: codec.encode(handler.close_download(session_id, lease_id), sequence, self._door.epoch)
-        )
+        self._is_uploading = True
+
+        def end() -> bytes:
+            self._is_uploading = False
+            return codec.encode(handler.close_download(session_id, lease_id), sequence, self._door.epoch)
+
+        self._outbox.append(end)
 
     def _send(self, sequence: int, reply: m.AnyReply, *, data_bytes: int = 0) -> None:
-        frame = codec.encode(reply, sequence, self._door.epoch, data_bytes)
+        try:
+            frame = codec.encode(reply, sequence, self._door.epoch, data_bytes)
+        except ProtocolError as error:  # too long: not the fault of who asked
+            frame = codec.encode(m.Failed("internal", str(error)), sequence, self._door.epoch)
         self._outbox.append(memoryview(frame))
         self._owned_bytes += len(frame)
-        if self._owned_bytes > _MAX_OUT_BYTES:
-            msg = "the client does not read its replies"
-            raise ProtocolError(msg)

@@ -1,31 +1,42 @@
 """The messages: what a client may ask of a store, and what it answers. The same structs in process and on a socket.
 
-Every request gets exactly one reply: the one named in its docstring, or ``Failed``.
+Every request gets exactly one reply: the one named in its docstring, or ``Failed``. What a field may hold at most is
+part of its type, and seen to where a message is read: one client's message must not keep the others waiting.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
-from qkvault.types import ChunkRefs, Medium, NewChunk, Outcome
+from qkvault.types import KEY_BYTES, ChunkRefs, Medium, NewChunk, Outcome
 
 PROTOCOL_VERSION: Final = 1
+MAX_CHUNKS: Final = 1 << 14  # that one message may reserve, publish or fetch: 4 million tokens
+
+Name = Annotated[str, Meta(max_length=1024)]
+Key = Annotated[bytes, Meta(max_length=KEY_BYTES)]
+Tokens = Annotated[bytes, Meta(max_length=1 << 20)]  # 4 bytes each
+Media = Annotated[tuple[Name, ...], Meta(max_length=64)]
+Description = Annotated[bytes, Meta(max_length=1 << 12)]
 
 
 class Instance(msgspec.Struct, frozen=True):
     """One process of an engine, as it registers itself."""
 
-    instance_id: str  # of the engine; its processes differ in role and worker_id
-    role: str  # "scheduler" or "worker"
-    model_name: str
+    instance_id: Name  # of the engine; its processes differ in role and worker_id
+    role: Name  # "scheduler" or "worker"
+    model_name: Name
     worker_id: int = 0
     world_size: int = 1
     pid: int = 0
-    host: str = ""
-    engine: str = ""  # name and version
-    spaces: tuple[bytes, ...] = ()  # descriptions of what it stores: space and layout, as in a chunk's header
+    host: Name = ""
+    engine: Name = ""  # name and version
+    spaces: Annotated[
+        tuple[Description, ...], Meta(max_length=16)
+    ] = ()  # descriptions of what it stores: space and layout, as in a chunk's header
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
@@ -51,8 +62,8 @@ class Hello(Request, frozen=True):
     """
 
     protocol_version: int
-    client: str  # a name for logs and status
-    token: str = ""  # where the server asks for one
+    client: Name  # a name for logs and status
+    token: Name = ""  # where the server asks for one
 
 
 class Lookup(Request, frozen=True):
@@ -62,20 +73,20 @@ class Lookup(Request, frozen=True):
     the answer gives no keys that were asked for.
     """
 
-    root: bytes
+    root: Key
     keys: bytes  # 48 bytes each
     checks: bytes  # image.check_of the tokens of each chunk: 4 bytes each
-    tail: bytes = b""  # tokens after the last key, 4 bytes each, less than a chunk of them
-    search_range: tuple[str, ...] | None = None  # media that may be asked; None: all
+    tail: Tokens = b""  # that come after the last key, less than a chunk of them
+    search_range: Media | None = None  # media that may be asked; None: all
 
 
 class Match(Request, frozen=True):
     """Extend a lease (0: open one) by the child of ``parent`` that shares most of ``tokens``. Answer: ``Located``."""
 
     lease_id: int
-    parent: bytes
-    tokens: bytes  # 4 bytes each, at most a chunk of them
-    search_range: tuple[str, ...] | None = None  # as for Lookup
+    parent: Key
+    tokens: Tokens  # at most a chunk of them
+    search_range: Media | None = None  # as for Lookup
 
 
 class Inspect(Request, frozen=True):
@@ -101,13 +112,13 @@ class Poll(Request, frozen=True):
 class Release(Request, frozen=True):
     """Give up read leases. Answer: ``Done``."""
 
-    lease_ids: tuple[int, ...]
+    lease_ids: Annotated[tuple[int, ...], Meta(max_length=1 << 16)]
 
 
 class Reserve(Request, frozen=True):
     """Slots for new chunks. Answer: ``Reserved``."""
 
-    chunks: tuple[NewChunk, ...]
+    chunks: Annotated[tuple[NewChunk, ...], Meta(max_length=MAX_CHUNKS)]
 
 
 class Commit(Request, frozen=True):
@@ -117,7 +128,7 @@ class Commit(Request, frozen=True):
     """
 
     lease_id: int
-    keys: tuple[bytes, ...] | None = None
+    keys: Annotated[tuple[Key, ...], Meta(max_length=MAX_CHUNKS)] | None = None
 
 
 class Abort(Request, frozen=True):
@@ -135,7 +146,7 @@ class Clear(Request, frozen=True):
 class Several(Request, frozen=True):
     """Questions that are answered together: one for each rank of an engine. Answer: ``Each``."""
 
-    requests: tuple[Lookup | Match | Poll, ...]
+    requests: Annotated[tuple[Lookup | Match | Poll, ...], Meta(max_length=1024)]
 
 
 class Download(Request, frozen=True):
@@ -145,7 +156,7 @@ class Download(Request, frozen=True):
     was sent or ``Failed`` if a slot had another owner meanwhile.
     """
 
-    keys: bytes  # 48 bytes each
+    keys: Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]  # 48 bytes each
 
 
 class Switch(Request, frozen=True):
@@ -266,7 +277,11 @@ class Status(Reply, frozen=True):
 
 
 class Failed(Reply, frozen=True):
-    """The request was not done. Codes: ``protocol``, ``unauthorized``, ``invariant``, ``closed``, ``internal``."""
+    """The request was not done.
+
+    Codes: ``protocol`` (it makes no sense), ``unauthorized`` (a wrong token, or no hello), ``closed`` (the session or
+    the store has ended), ``expired`` (a lease has), ``invariant`` and ``internal`` (a fault of the store's).
+    """
 
     code: str
     message: str

@@ -66,31 +66,32 @@ class RemoteTransport(SocketTransport):
     pool: MirrorPool
 
     def fetch(self, refs: Sequence[ChunkRef]) -> None:
-        if not refs:
-            return
         with self._lock:
             self._trim()
-            head, reply = self._exchange(m.Download(b"".join(ref.key for ref in refs)), exact=True)
-            sizes = reply.image_bytes if isinstance(reply, m.Data) else ()
-            if len(sizes) != len(refs) or sum(sizes) != head.data_bytes or any(map(_is_odd, refs, sizes)):
-                self._is_usable = False  # what comes next is no frame
-                msg = f"the store at {self.address} sends other chunks than were asked for: {reply}"
-                raise ProtocolError(msg)
-            self._is_usable = False  # until the end of the data has come
-            try:
-                for ref, size in zip(refs, sizes, strict=True):
-                    view = self.pool.take(ref.offset, ref.image_bytes)
-                    if size:
-                        self._stream.fill(view)
-                    else:
-                        wipe_header(view)
-                _, end = self._receive(exact=True)
-            except OSError as error:
-                raise self._lost(error) from error
-            self._is_usable = True
-            if not isinstance(end, m.Done):
-                for ref in refs:
-                    wipe_header(self.pool.view(ref.offset, ref.image_bytes))
+            for start in range(0, len(refs), m.MAX_CHUNKS):
+                self._download(refs[start : start + m.MAX_CHUNKS])
+
+    def _download(self, refs: Sequence[ChunkRef]) -> None:
+        head, reply = self._exchange(m.Download(b"".join(ref.key for ref in refs)), exact=True)
+        sizes = reply.image_bytes if isinstance(reply, m.Data) else ()
+        self._is_usable = False  # until the end of the data has come
+        if len(sizes) != len(refs) or sum(sizes) != head.data_bytes or any(map(_is_odd, refs, sizes)):
+            msg = f"the store at {self.address} sends other chunks than were asked for: {type(reply).__name__} {sizes}"
+            raise ProtocolError(msg)
+        try:
+            for ref, size in zip(refs, sizes, strict=True):
+                view = self.pool.take(ref.offset, ref.image_bytes)
+                if size:
+                    self._stream.fill(view)
+                else:
+                    wipe_header(view)
+            _, end = self._receive(exact=True)
+        except OSError as error:
+            raise self._lost(error) from error
+        self._is_usable = True
+        if not isinstance(end, m.Done):
+            for ref in refs:
+                wipe_header(self.pool.view(ref.offset, ref.image_bytes))
 
     def call(self, request: m.AnyRequest) -> m.AnyReply:
         with self._lock:
@@ -112,7 +113,7 @@ class RemoteTransport(SocketTransport):
         slots = {}
         for chunk, offset in zip(request.chunks, reply.offsets, strict=True):
             if offset >= 0:
-                self.pool.take(offset, chunk.image_bytes)
+                wipe_header(self.pool.take(offset, chunk.image_bytes))  # as the store does: nothing is written yet
                 slots[chunk.key] = (offset, chunk.image_bytes)
         if reply.lease_id:
             self._written[reply.lease_id] = slots

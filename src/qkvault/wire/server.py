@@ -23,6 +23,7 @@ from qkvault.wire.transport import Handler
 
 _ACCEPT_PAUSE_SECONDS: Final = 0.01
 _HELLO_SECONDS: Final = 10.0  # a connection that has not said hello by then is closed
+_MAX_STRANGERS: Final = 256  # connections that have not said hello; of more the oldest are closed
 _log = get_logger("wire")
 _limited = RateLimited(_log)
 
@@ -81,9 +82,9 @@ class SocketServer:
 
     def _run(self) -> None:
         while True:
-            for key, events in self._selector.select(1.0 if self._strangers else None):
+            for key, _ in self._selector.select(1.0 if self._strangers else None):
                 if key.data is not None:
-                    self._serve(key.data, events)
+                    self._serve(key.data, key.events)
                 elif key.fileobj is self._listener.socket:
                     self._accept()
                 else:
@@ -109,15 +110,13 @@ class SocketServer:
         self._strangers[accepted] = time.monotonic() + _HELLO_SECONDS
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _serve(self, connection: Connection, events: int) -> None:
-        has_waited = events & selectors.EVENT_WRITE
+    def _serve(self, connection: Connection, waited_for: int) -> None:
         try:
-            if has_waited:
-                connection.write()
-            if events & selectors.EVENT_READ:
-                connection.read()
-            if connection.has_output != bool(has_waited):
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_output else 0)
+            connection.serve()
+            wanted = selectors.EVENT_WRITE if connection.has_output else 0
+            if not connection.is_full:
+                wanted |= selectors.EVENT_READ
+            if wanted != waited_for:
                 self._selector.modify(connection.socket, wanted, connection)
         except OSError:  # it has gone
             self._drop(connection)
@@ -130,15 +129,19 @@ class SocketServer:
 
     def _drop_strangers(self) -> None:
         now = time.monotonic()
-        for plain, deadline in list(self._strangers.items()):
-            connection = self._connections.get(plain)
-            if connection is None or connection.session_id is not None:
+        for plain in list(self._strangers):
+            if self._connections[plain].session_id is not None:
                 del self._strangers[plain]
-            elif now > deadline:
-                self._drop(connection)
+        for plain, deadline in list(self._strangers.items()):  # the oldest first
+            if now <= deadline and len(self._strangers) <= _MAX_STRANGERS:
+                break
+            self._drop(self._connections[plain])
 
     def _drop(self, connection: Connection) -> None:
         self._strangers.pop(connection.socket, None)
         self._selector.unregister(connection.socket)
         del self._connections[connection.socket]
-        connection.close()
+        try:
+            connection.close()
+        except Exception:  # thread top: whatever a session leaves behind, the other clients are answered
+            _log.exception("session_not_ended", session=connection.session_id)
