@@ -1,4 +1,4 @@
-"""Capture without an engine: a model whose queries are known, batches in any order, and a ring they are scattered into."""
+"""Capture without an engine: a model whose queries are known, batches in any order, and a ring."""
 
 from __future__ import annotations
 
@@ -97,26 +97,24 @@ class FakeScheduler:
 
 def fake_items(request_id: str, count: int, chunk_size: int) -> list[SaveItem]:
     """Items that name chunks and nothing else."""
-    return [
-        SaveItem(f"{request_id}:{number}".encode(), b"", bytes(4 * chunk_size), ()) for number in range(count)
-    ]
+    return [SaveItem(f"{request_id}:{number}".encode(), b"", bytes(4 * chunk_size), ()) for number in range(count)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def match_by_sorting():
     return reference_match
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def wanted_of():
     return make_wanted
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def new_scheduler():
     return FakeScheduler
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def items_of():
     return fake_items

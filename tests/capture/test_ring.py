@@ -64,7 +64,7 @@ def test_a_ring_of_another_geometry_is_not_moved(ring):
 @pytest.mark.parametrize("size", [0, -1])
 def test_dimensions_must_be_positive(name, size):
     """B65: the error names all four."""
-    with pytest.raises(ValueError, match="num_layers.*num_blocks.*block_size.*hidden_dim"):
+    with pytest.raises(ValueError, match=r"num_layers.*num_blocks.*block_size.*hidden_dim"):
         QRingBuffer(*{**SIZES, name: size}.values(), torch.float32)
 
 
@@ -138,7 +138,7 @@ def test_freeing_twice_warns(ring, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
 def test_rows_land_in_their_slots(dtype, query_dtype):
-    """B73, B74: each row with a slot is there, in the ring's dtype; those with -1 are nowhere; other layers are as before."""
+    """B73, B74: each row with a slot is there, in the ring's dtype; those with -1 are nowhere, nor are they in other layers."""
     ring = QRingBuffer(2, 3, 4, 6, dtype)
     for tensor in ring.tensors.values():
         tensor.fill_(-7)
@@ -159,7 +159,8 @@ def test_no_rows_are_no_work(ring):
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape", "num_slots"), [(0, (2, 7), 2), (0, (2, 2, 4), 2), (0, (6,), 6), (0, (3, 6), 2), (2, (2, 6), 2), (-1, (2, 6), 2)]
+    ("layer", "shape", "num_slots"),
+    [(0, (2, 7), 2), (0, (2, 2, 4), 2), (0, (6,), 6), (0, (3, 6), 2), (2, (2, 6), 2), (-1, (2, 6), 2)],
 )
 def test_rows_of_another_width_are_refused(ring, layer, shape, num_slots):
     """B73: another width, number of rows or layer is a ValueError, and nothing is written."""

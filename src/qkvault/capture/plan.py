@@ -56,10 +56,14 @@ class SlotTable:
     def match(self, slot_mapping: torch.Tensor, wanted: Wanted) -> Matched:
         """``slot_mapping`` is ``[rows]`` of any integer type, -1 for padding. Slots in ``wanted`` exist and differ.
 
-        Of tokens that name one slot nevertheless, one is found and no other.
+        Of tokens that name one slot nevertheless, one is found and no other. Raises ValueError for one that does not.
         """
         num_wanted = len(wanted.kv_slots)
-        pairs = torch.from_numpy(_columns(wanted)).to(self._tokens.device, non_blocking=True)
+        columns = _columns(wanted)
+        if num_wanted and not 0 <= columns[0, :-1].min() <= columns[0, :-1].max() < self.num_slots:
+            msg = f"a token's KV slot is not one of {self.num_slots} slots"
+            raise ValueError(msg)
+        pairs = torch.from_numpy(columns).to(self._tokens.device, non_blocking=True)
         kv_slots, ring_slots = pairs[0, :num_wanted], pairs[1]
         rows = slot_mapping.to(torch.int64).clamp(-1, self.num_slots)
         try:

@@ -1,4 +1,4 @@
-"""QRingBuffer: where queries wait until their chunk is whole. Paged like an engine's KV, so that the same copies move it.
+"""QRingBuffer: where queries wait until their chunk is whole. Paged like KV, so that the same copies move it.
 
 Knows blocks, rows and tensors: no tokens, no requests, no store. What it takes is known before it is built.
 """
@@ -41,7 +41,8 @@ def ring_blocks_for(
 
 def ring_bytes(num_layers: int, num_blocks: int, block_size: int, hidden_dim: int, dtype: torch.dtype) -> int:
     """Bytes that a ring of this geometry takes, all of them when it is built."""
-    return num_layers * (num_blocks * block_size + _NUM_TRASH_ROWS) * hidden_dim * dtype.itemsize
+    num_rows = num_layers * (num_blocks * block_size + _NUM_TRASH_ROWS)
+    return num_rows * hidden_dim * int(dtype.itemsize)
 
 
 class QRingBuffer:
@@ -60,11 +61,11 @@ class QRingBuffer:
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``hidden_dim`` is all query heads of a rank. Raises ValueError unless all four sizes are positive (row 65)."""
+        """``hidden_dim`` is all query heads of a rank. Raises ValueError unless all sizes are positive (row 65)."""
         if min(num_layers, num_blocks, block_size, hidden_dim) <= 0:
             msg = (
-                f"num_layers {num_layers}, num_blocks {num_blocks}, block_size {block_size} and hidden_dim {hidden_dim} "
-                "must be positive"
+                f"num_layers {num_layers}, num_blocks {num_blocks}, block_size {block_size} and hidden_dim "
+                f"{hidden_dim} must be positive"
             )
             raise ValueError(msg)
         self.num_layers = num_layers
@@ -118,9 +119,9 @@ class QRingBuffer:
     def scatter(self, layer_index: int, query: torch.Tensor, ring_slots: torch.Tensor) -> None:
         """Write one row of a layer for each row of ``query`` (row 73).
 
-        ``query`` is ``[rows, ...]`` with ``hidden_dim`` elements a row, of any dtype; ``ring_slots`` is int64 ``[rows]``
-        on the ring's device, -1 for a row that is dropped (row 74), else below the number of slots. Nothing waits for
-        a device. Raises ValueError, before anything is written, for another layer, width or number of rows.
+        ``query`` is ``[rows, ...]`` with ``hidden_dim`` elements a row, of any dtype; ``ring_slots`` is int64
+        ``[rows]`` on the ring's device, -1 for a row that is dropped (row 74), else below the number of slots. Nothing
+        waits for a device. Raises ValueError, before anything is written, for another layer, width or number of rows.
         """
         if not 0 <= layer_index < self.num_layers:
             msg = f"no layer {layer_index} in a ring of {self.num_layers}"
@@ -155,4 +156,5 @@ def _rows_of(rows: torch.Tensor) -> _Rows:
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     array = rows.view(torch.uint8).numpy()
-    return array.view(np.dtype((np.void, array.shape[1])))[:, 0]
+    whole: _Rows = array.view(np.dtype((np.void, array.shape[1])))[:, 0]
+    return whole

@@ -93,7 +93,7 @@ class _Request:
 class _Span(NamedTuple):
     chunk: _Chunk
     first: int  # the first wanted token of the step that is the chunk's
-    count: int
+    num_tokens: int
 
 
 class StepCapture(NamedTuple):
@@ -115,7 +115,7 @@ class Collector:
         counters: CaptureCounters,
         reclaim: Callable[[], None],
     ) -> None:
-        """``reclaim`` frees blocks that a store has done with, without waiting. The ring's blocks are the engine's size.
+        """``reclaim`` frees blocks that a store has done with, without waiting. The ring's blocks are as the engine's.
 
         Raises ValueError unless a chunk is whole blocks.
         """
@@ -164,13 +164,13 @@ class Collector:
 
     def verify(self, capture: StepCapture, is_found: Sequence[bool] | None) -> None:
         """The step has run. ``is_found`` says of each wanted token whether its row was there; None: a layer failed."""
-        for chunk, first, count in capture.spans:
+        for chunk, first, num_tokens in capture.spans:
             chunk.num_unverified -= 1
             if chunk.is_over:
                 continue
             if is_found is None:
                 self._make_hole(chunk.request, chunk.number, Reason.LAYER_MISSING)
-            elif not all(is_found[first : first + count]):
+            elif not all(is_found[first : first + num_tokens]):
                 self._make_hole(chunk.request, chunk.number, Reason.ROW_MISSING)
             else:
                 self._settle(chunk)
