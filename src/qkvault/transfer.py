@@ -108,6 +108,7 @@ class Transfer:
         self.paged = paged
         self.layout = paged.layout
         self.num_published = 0  # chunks that became readable so far; a save whose lease ran out adds none
+        self.num_begun = self.num_ended = 0  # copies; they end in the order in which they began
         self._stats = stats if stats is not None else StatsMonitor()
         self._description = SpaceDescription(space, self.layout).encode()
         self._header_bytes = header_bytes_for(self.layout.chunk_size, len(self._description))
@@ -209,7 +210,7 @@ class Transfer:
         """
         while self._copying and self._copying[0][0].query():
             _, copy = self._copying.popleft()
-            self._ended(copy)
+            self._ended(copy)  # counts it first: pages are not read any more, whatever the store says
         return not self._copying
 
     def wait(self) -> None:
@@ -222,6 +223,7 @@ class Transfer:
         """Block until a device has finished all copies; none of them is committed. For a session that has failed."""
         self._synchronize()
         self._copying.clear()
+        self.num_ended = self.num_begun
 
     def _synchronize(self) -> None:
         if self.paged.device.type != "cpu":
@@ -230,12 +232,14 @@ class Transfer:
             begun.synchronize()
 
     def _began(self, copied: torch.Event | None, copy: _Copy) -> None:
+        self.num_begun += 1
         if copied is None:
             self._ended(copy)
         else:
             self._copying.append((copied, copy))
 
     def _ended(self, copy: _Copy) -> None:
+        self.num_ended += 1
         seconds = self._stats.clock() - copy.started_seconds
         stage, num_tokens = "from_gpu" if copy.lease_id else "to_gpu", copy.num_bytes // self.layout.token_bytes
         self._stats.on_stage(stage, seconds, num_bytes=copy.num_bytes, num_tokens=num_tokens)

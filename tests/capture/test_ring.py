@@ -138,7 +138,7 @@ def test_freeing_twice_warns(ring, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
 def test_rows_land_in_their_slots(dtype, query_dtype):
-    """B73, B74: each row with a slot is there, in the ring's dtype; those with -1 are nowhere, nor are they in other layers."""
+    """B73, B74: each row with a slot is there, in the ring's dtype; those with -1 are nowhere."""
     ring = QRingBuffer(2, 3, 4, 6, dtype)
     for tensor in ring.tensors.values():
         tensor.fill_(-7)

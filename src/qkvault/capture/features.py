@@ -1,0 +1,196 @@
+"""Features: what an engine's connector does besides KV, behind one dispatcher that keeps their faults to themselves.
+
+A connector knows ``Dispatcher`` only. Each feature has the same hooks, in the order in which an engine reaches them:
+register, start_step, save_kv_layer, wait_for_save, reclaim, reregister, shutdown (row 99).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+import torch
+
+from qkvault.capture.adapter import QRingBufferAdapter, query_layout, query_space
+from qkvault.capture.plan import RequestStep
+from qkvault.capture.recorder import QRingBufferCapture
+from qkvault.capture.ring import QRingBuffer
+from qkvault.logs import RateLimited, get_logger
+
+if TYPE_CHECKING:
+    from qkvault.keys import KeySpace
+    from qkvault.link import Link
+    from qkvault.paged import PagedConnector
+
+TRANSFER_QUERY: Final = "transfer_query"
+QUERY_NAMES: Final = ("q", "query")  # of a layer's intermediate tensors; the first that is there
+_log = RateLimited(get_logger("capture.features"))
+
+
+class EngineContext(NamedTuple):
+    """What a feature has to know of the engine when it registers."""
+
+    kv: PagedConnector | None  # the KV pages; None: they are not registered yet
+    kv_space: KeySpace  # of this rank
+    link: Link  # a session of the feature's own; it closes it
+    layer_names: Sequence[str]  # those to be captured, in the model's order
+    num_query_heads: int  # of this rank
+    head_size: int
+    dtype: str  # of the queries, a name in layout.ELEMENT_BYTES
+    num_ring_blocks: int
+    layers: Sequence[int] | None = None  # numbers of the layers if they are not all
+    can_save: bool = True  # else another rank stores what this one would
+
+
+class Feature(Protocol):
+    """One thing that is done beside KV. ``register`` may refuse; what the others raise ends in the dispatcher."""
+
+    def register(self, engine: EngineContext) -> None: ...
+    def start_step(self, steps: Sequence[RequestStep], dropped: Collection[str]) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, tensors: Mapping[str, torch.Tensor], slot_mapping: torch.Tensor | None
+    ) -> None: ...
+    def wait_for_save(self) -> None: ...
+    def reclaim(self) -> None: ...
+    def reregister(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class QTensorFeature:
+    """Queries: captured into a ring, stored beside KV."""
+
+    def __init__(self) -> None:
+        self.capture: QRingBufferCapture | None = None  # None: not registered, or another rank stores
+
+    def register(self, engine: EngineContext) -> None:
+        """Build the ring. Raises RuntimeError before the KV pages are known (rows 93, 114), LayoutMismatch, ValueError.
+
+        Memory for the ring is taken here, and none later.
+        """
+        if engine.kv is None:
+            msg = "queries register after KV: call register_kv_caches() first"
+            raise RuntimeError(msg)
+        if not engine.can_save:
+            engine.link.close()
+            return
+        kv = engine.kv
+        layout = query_layout(
+            kv,
+            num_layers=len(engine.layer_names),
+            num_heads=engine.num_query_heads,
+            head_size=engine.head_size,
+            dtype=engine.dtype,
+        )
+        ring = QRingBuffer(
+            layout.num_layers,
+            engine.num_ring_blocks,
+            layout.block_size,
+            layout.num_heads * layout.head_size,
+            getattr(torch, layout.dtype),
+            device=kv.device,
+        )
+        space = query_space(engine.kv_space, layout, engine.layers)
+        adapter = QRingBufferAdapter(ring, layout, space, engine.link, num_engine_blocks=kv.num_blocks)
+        num_slots = kv.num_blocks * kv.block_size
+        self.capture = QRingBufferCapture(adapter, engine.layer_names, num_slots=num_slots)
+        adapter.register()
+        _log.info("query_ring", layers=ring.num_layers, blocks=ring.num_blocks, bytes=ring.num_bytes)
+
+    def start_step(self, steps: Sequence[RequestStep], dropped: Collection[str]) -> None:
+        """The requests of a step that is about to run; ``dropped`` were preempted or aborted before it."""
+        if self.capture is not None:
+            for request_id in dropped:
+                self.capture.drop(request_id)
+            self.capture.start_step(steps)
+
+    def save_kv_layer(
+        self, layer_name: str, tensors: Mapping[str, torch.Tensor], slot_mapping: torch.Tensor | None
+    ) -> None:
+        """A layer has run; ``tensors`` are those between its projections and its attention (row 81)."""
+        if self.capture is not None and self.capture.is_capturing:
+            query = next((tensors[name] for name in QUERY_NAMES if name in tensors), None)
+            self.capture.save_q_layer(layer_name, query, slot_mapping)
+
+    def wait_for_save(self) -> None:
+        """The step has run."""
+        if self.capture is not None:
+            self.capture.batched_submit_qstore_requests()
+
+    def reclaim(self) -> None:
+        """Free what copies have done with."""
+        if self.capture is not None:
+            self.capture.reclaim()
+
+    def reregister(self) -> None:
+        """The server came back."""
+        if self.capture is not None:
+            self.capture.adapter.reregister()
+
+    def shutdown(self) -> None:
+        """End the session; the ring goes with the feature."""
+        if self.capture is not None:
+            self.capture.shutdown()
+
+
+FEATURE_REGISTRY: Final[dict[str, Callable[[], Feature]]] = {TRANSFER_QUERY: QTensorFeature}
+
+
+class Dispatcher:
+    """Hands every hook to every feature. After ``register`` nothing raises: a fault is logged and counted."""
+
+    def __init__(self, features: Mapping[str, Feature]) -> None:
+        """``features`` by name."""
+        self.features = dict(features)
+        self.num_faults: Counter[str] = Counter()  # by feature and hook, with a dot between them
+
+    def register(self, engine: EngineContext) -> None:
+        """At start, after the KV pages (row 114). Raises what a feature raises: it cannot work with this engine."""
+        for feature in self.features.values():
+            feature.register(engine)
+
+    def start_step(self, steps: Sequence[RequestStep], dropped: Collection[str] = ()) -> None:
+        """Before the first layer of a step."""
+        self._each("start_step", lambda feature: feature.start_step(steps, dropped))
+
+    def save_kv_layer(
+        self, layer_name: str, tensors: Mapping[str, torch.Tensor], slot_mapping: torch.Tensor | None
+    ) -> None:
+        """A layer has run, or its attention is about to."""
+        self._each("save_kv_layer", lambda feature: feature.save_kv_layer(layer_name, tensors, slot_mapping))
+
+    def wait_for_save(self) -> None:
+        """A step has run."""
+        self._each("wait_for_save", lambda feature: feature.wait_for_save())
+
+    def reclaim(self) -> None:
+        """Between steps."""
+        self._each("reclaim", lambda feature: feature.reclaim())
+
+    def reregister(self) -> None:
+        """The server came back."""
+        self._each("reregister", lambda feature: feature.reregister())
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        self._each("shutdown", lambda feature: feature.shutdown())
+
+    def _each(self, hook: str, call: Callable[[Feature], None]) -> None:
+        for name, feature in self.features.items():
+            try:
+                call(feature)
+            except Exception as error:  # thread top: no fault of a feature may reach the engine, or another feature
+                self.num_faults[f"{name}.{hook}"] += 1
+                _log.warning("feature_failed", feature=name, hook=hook, error=f"{type(error).__name__}: {error}")
+
+
+def init_dispatcher(requested: Sequence[str], advertised: Collection[str]) -> Dispatcher:
+    """The features that the connector asks for. Raises ValueError for one that the server lacks (row 113)."""
+    for name in requested:
+        if name not in advertised:
+            msg = f"Connector enables {name} but server does not."
+            raise ValueError(msg)
+        if name not in FEATURE_REGISTRY:
+            msg = f"unknown feature {name!r}: one of {', '.join(FEATURE_REGISTRY)}"
+            raise ValueError(msg)
+    return Dispatcher({name: FEATURE_REGISTRY[name]() for name in requested})
