@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkvault.capture.plan import RequestStep, Wanted
 from qkvault.transfer import SaveItem
@@ -98,6 +99,22 @@ class FakeScheduler:
 def fake_items(request_id: str, count: int, chunk_size: int) -> list[SaveItem]:
     """Items that name chunks and nothing else."""
     return [SaveItem(f"{request_id}:{number}".encode(), b"", bytes(4 * chunk_size), ()) for number in range(count)]
+
+
+class NoWait(TorchDispatchMode):
+    """Fails where torch would wait for a device: a value that the host asks for, or an index that says which rows."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal"), name
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), "a boolean index"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_wait() -> TorchDispatchMode:
+    return NoWait()
 
 
 @pytest.fixture(scope="session")

@@ -417,11 +417,12 @@ def test_whatever_is_stored_is_right(new_scheduler, seed, num_ring_blocks, is_la
             model.run(steps, missing=[1] if rng.random() < 0.1 else ())
             for request in [each for each in batch if each.num_computed == len(each.tokens)]:
                 live.remove(request)
+        model.device.is_done = True
         model.capture.reclaim()
-        counters = model.adapter.counters
+        holes = {(int(hole.request_id[1:]), hole.chunk) for hole in model.adapter.collector.take_holes()}
         stored = {(at, chunk) for at, tokens in enumerate(prompts) for chunk in model.stored(tokens)}
-        if not counters.dropped:
-            assert stored == {(at, chunk) for at, tokens in enumerate(prompts) for chunk in range(len(tokens) // CHUNK)}
+        whole = {(at, chunk) for at, tokens in enumerate(prompts) for chunk in range(len(tokens) // CHUNK)}
+        assert whole - holes <= stored
 
 
 # Features

@@ -170,6 +170,17 @@ def test_rows_of_another_width_are_refused(ring, layer, shape, num_slots):
     assert all(torch.equal(before[name].nan_to_num(), tensor.nan_to_num()) for name, tensor in ring.tensors.items())
 
 
+def test_a_scatter_does_not_wait_for_a_device(ring, no_wait):
+    """B73, B118: no number is asked for, and no rows are picked by a mask."""
+    ring._arrays = []  # as on other devices than a CPU
+    with no_wait:
+        ring.scatter(0, torch.randn(5, 6), torch.tensor([3, -1, 11, 4, -1]))
+    with pytest.raises(AssertionError), no_wait:
+        torch.ones(3).sum().item()
+    with pytest.raises(AssertionError), no_wait:
+        torch.ones(3)[torch.ones(3) > 0]
+
+
 def test_a_device_takes_the_same_rows(ring):
     """B73, B116: what other devices do, without the arrays of the CPU, writes the same."""
     query, slots = torch.randn(5, 6), torch.tensor([3, -1, 11, 4, -1])

@@ -67,10 +67,10 @@ class SlotTable:
         kv_slots, ring_slots = pairs[0, :num_wanted], pairs[1]
         rows = slot_mapping.to(torch.int64).clamp(-1, self.num_slots)
         try:
-            self._tokens[kv_slots] = torch.arange(num_wanted, device=self._tokens.device)
+            self._tokens.index_copy_(0, kv_slots, torch.arange(num_wanted, device=self._tokens.device))
             tokens = self._tokens[rows]  # [rows]: which wanted token each row is, -1 if none
         finally:
-            self._tokens[kv_slots] = -1
+            self._tokens.index_fill_(0, kv_slots, -1)
         counts = torch.zeros(num_wanted + 1, dtype=torch.int64, device=self._tokens.device)
         counts.scatter_add_(0, torch.where(tokens < 0, num_wanted, tokens), torch.ones_like(tokens))
         return Matched(ring_slots[tokens], counts[:num_wanted] == 1)
