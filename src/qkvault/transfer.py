@@ -221,9 +221,11 @@ class Transfer:
 
     def abandon(self) -> None:
         """Block until a device has finished all copies; none of them is committed. For a session that has failed."""
-        self._synchronize()
-        self._copying.clear()
-        self.num_ended = self.num_begun
+        try:
+            self._synchronize()
+        finally:
+            self._copying.clear()
+            self.num_ended = self.num_begun
 
     def _synchronize(self) -> None:
         if self.paged.device.type != "cpu":

@@ -308,6 +308,19 @@ def test_a_step_that_was_never_submitted_is_void(model):
     model.run([model.schedule(a, 64)], submits=False)
     model.run([model.schedule(b, 64)])
     assert (model.stored(a.tokens), model.stored(b.tokens)) == ([], [0, 1])
+    assert model.adapter.counters.dropped[Reason.LAYER_MISSING] == 2
+    assert model.adapter.ring.num_free_blocks() == 64
+
+
+def test_a_step_that_cannot_be_taken_voids_what_was_begun(model):
+    """A fault in a plan costs the chunks that are on their way; the next step is captured."""
+    a, b = (model.add(name, list(range(at, at + 64))) for at, name in ((0, "a"), (500, "b")))
+    model.run([model.schedule(a, 40)])
+    model.run([model.schedule(a, 1)._replace(block_ids=None)])
+    assert model.capture.num_faults == 1
+    assert model.adapter.ring.num_free_blocks() == 64
+    model.run([model.schedule(b, 64)])
+    assert (model.stored(a.tokens), model.stored(b.tokens)) == ([0], [0, 1])
 
 
 def test_a_store_that_is_away_costs_its_chunks_only(new_scheduler):

@@ -243,11 +243,33 @@ def test_a_request_that_is_computed_anew_is_captured_anew(rig, items_of):
     assert chunks_of(rig.take()) == [("a", 0), ("a", 0), ("a", 1), ("a", 2)]
 
 
+def test_chunks_may_be_known_before_they_are_computed(rig, items_of):
+    """A prompt's chunks can all be told with its first step."""
+    rig.scheduler.add("a", []).table = [1, 2, 3, 4]
+    rig.run([RequestStep("a", 0, 3, (1,), 0, tuple(items_of("a", 2, CHUNK)))])
+    assert rig.take() == []
+    rig.run([RequestStep("a", 3, 16, (1, 2, 3, 4))])
+    assert chunks_of(rig.take()) == [("a", 0), ("a", 1)]
+
+
+def test_a_hole_that_is_computed_anew_is_none(rig, items_of):
+    """A request that starts over has another chance, though nobody said that it was preempted."""
+    request = rig.scheduler.add("a", [])
+    items = items_of("a", 2, CHUNK)
+    step = rig.scheduler.schedule(request, 16, items)
+    rig.run([step], rows=[row for row in rig.scheduler.rows([step]) if row[1] != 3])
+    assert chunks_of(rig.take()) == [("a", 1)]
+    request.num_computed = request.num_items = 0
+    rig.run([rig.scheduler.schedule(request, 16, items)])
+    assert chunks_of(rig.take()) == [("a", 0)]
+    rig.check()
+
+
 def test_a_request_that_is_told_twice_is_taken_once(rig, items_of):
     """No ring slot is written by two rows of one step."""
     request = rig.scheduler.add("a", [])
     step = rig.scheduler.schedule(request, 16, items_of("a", 2, CHUNK))
-    capture = rig.collector.begin([step, step._replace(num_before=8)])
+    capture = rig.collector.begin([step, step._replace(num_before=8, block_ids=step.block_ids[2:])])
     assert len(set(capture.wanted.ring_slots)) == len(capture.wanted.ring_slots) == 16
 
 

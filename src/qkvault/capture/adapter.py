@@ -219,4 +219,3 @@ class QRingBufferAdapter:
         if transfer is not None:
             with suppress(Exception):  # thread top: a device that fails copies nothing any more
                 transfer.abandon()
-            transfer.num_ended = transfer.num_begun

@@ -242,11 +242,11 @@ class Collector:
     def _chunk_at(self, request: _Request, number: int, offset: int) -> _Chunk | None:
         """The chunk whose next token is that at ``offset``; None if there is no use in its rows."""
         chunk = request.chunks.get(number)
-        if chunk is not None and chunk.end == offset:
-            return chunk
+        if chunk is not None:
+            return chunk  # its next token is that one: whatever was skipped has made it a hole
         if number in request.settled:
             return None
-        if chunk is not None or offset:
+        if offset:
             self._make_hole(request, number, Reason.NOT_COMPUTED)
             return None
         request.holes.discard(number)  # computed anew, from its first token on
