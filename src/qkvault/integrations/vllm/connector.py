@@ -30,6 +30,7 @@ from qkvault.integrations.vllm.compat import (
     KVConnectorRole,
     SupportsHMA,
 )
+from qkvault.integrations.vllm.logs import follow_vllm
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
 from qkvault.integrations.vllm.scheduler import Engine, SchedulerSide
 from qkvault.integrations.vllm.worker import WorkerSide
@@ -94,6 +95,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         loaded = configuration.load(vllm=transfer_config.kv_connector_extra_config)
+        follow_vllm(loaded)
         self._config = loaded.config
         load_scheme(self._config.hash_algorithm, shared=self._config.is_shared)
         self._spec = layouts.require_supported(vllm_config, kv_cache_config)
