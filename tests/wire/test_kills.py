@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import closing
 
+import psutil
 import pytest
 
 from qkvault.client import StoreClient
@@ -105,9 +106,12 @@ class Nursery:
             told, _, rest = line.strip().partition(" ")
             if told == word:
                 return rest
+            assert told != "gone", f"it ended before it told {word!r}"
         return pytest.fail("the nursery ended")
 
     def close(self):
+        for child in psutil.Process(self.process.pid).children():
+            child.kill()
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait(WAIT_SECONDS)
