@@ -318,6 +318,7 @@ class TestTokens:
     def test_strangers_are_only_so_many(self, monkeypatch, raw, is_cut_off, connect):
         """B254: of more connections that say nothing the oldest are closed; whoever says hello is served."""
         monkeypatch.setattr(server_module, "_MAX_STRANGERS", 10)
+        monkeypatch.setattr(server_module, "_HELLO_SECONDS", 600.0)
         client = connect()
         silent = [raw() for _ in range(30)]
         assert all(is_cut_off(plain) for plain in silent[:18])
