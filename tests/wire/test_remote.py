@@ -241,15 +241,15 @@ class TestFetching:
         until(lambda: client.status().num_leases == 0)
         assert driver.close_download(1, handler_lease).code == "expired"
 
-    def test_a_download_waits_for_the_end_of_another(self, welcomed, client, driver):
+    def test_a_download_waits_for_the_end_of_another(self, welcomed, client, until):
         """B252: what waits for somebody who does not read takes no memory; he gets all of it in the end."""
         word = "".join(letter * 2 for letter in "abcdefghijklmnopqrstuvwxyz")
         assert save(client, word) == 26
         plain = welcomed()
         ask = [codec.encode(m.Download(keys_of(prompt(word)) * 200), number, 0) for number in range(2, 5)]
         plain.sendall(b"".join(ask) + codec.encode(m.Poll(0), 5, 0))
-        client.check()
-        assert len(driver.manager.leases) == 1
+        until(lambda: client.status().num_leases > 0)
+        assert client.status().num_leases == 1
         for number in range(2, 5):
             head, data = receive(plain)
             assert sum(data.image_bytes) == head.data_bytes
