@@ -39,7 +39,7 @@ from qkvault.wire.sockets import SocketTransport
 ADDRESS, WORDS, PASSES = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
 
 def tell(*words):
-    print(*words, flush=True)
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: a line that is cut short would hide the next
 
 def copy(client, word):
     chunks = prompt(word)
