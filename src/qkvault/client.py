@@ -44,7 +44,7 @@ class StoreClient:
     ) -> m.Located:
         """Lease the longest run of tokens that is cached: whole chunks, then the leading grains of one more.
 
-        ``root`` is the key of the chain's root, ``keys`` (48 bytes each) and ``checks`` (4) those of the whole chunks,
+        ``root`` is the key of the chain's root, ``keys`` (48 bytes each) and ``checks`` (3) those of the whole chunks,
         ``tokens_of(i)`` the tokens (bytes) of chunk i, where i may be the tail after the last whole one. One question
         if all whole chunks are found, or none that shares a beginning; two if the prompt leaves another in the middle
         of a chunk. The lease is the caller's to ``release``; a ``lease_id`` of 0 means that nothing was found.

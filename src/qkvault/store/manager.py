@@ -67,7 +67,7 @@ class StorageManager(Core):
     ) -> Located:
         """Lease the longest contiguous run of chunks from the first key, and start promoting what is not in RAM.
 
-        (Row 20.) ``keys`` are 48 bytes each, the first hangs on ``root``; ``checks`` (4 bytes each) are
+        (Row 20.) ``keys`` are 48 bytes each, the first hangs on ``root``; ``checks`` (3 bytes each) are
         ``image.check_of`` the tokens of each chunk: one with other tokens is a miss. When all are found, the run goes
         on as by ``match`` with ``tail``. The answer leaves out the keys that were asked for. ``search_range`` names the
         media that may be asked (row 22): ``ram`` and the tiers' names; None is all.

@@ -75,8 +75,8 @@ class Lookup(Request, frozen=True):
 
     root: Key
     keys: bytes  # 48 bytes each
-    checks: bytes  # image.check_of the tokens of each chunk: 4 bytes each
-    tail: Tokens = b""  # that come after the last key, less than a chunk of them
+    checks: bytes  # image.check_of the tokens of each chunk: 3 bytes each
+    tail: Tokens = b""  # that come after the last key, 4 bytes each, less than a chunk of them
     search_range: Media | None = None  # media that may be asked; None: all
 
 
