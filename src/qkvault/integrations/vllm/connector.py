@@ -30,12 +30,9 @@ from qkvault.integrations.vllm.compat import (
     KVConnectorRole,
     SupportsHMA,
 )
-<<<<<<< HEAD
 from qkvault.integrations.vllm.events import EngineEvents
-=======
 from qkvault.integrations.vllm.logs import follow_vllm
 from qkvault.integrations.vllm.metrics import QKVaultPromMetrics, QKVaultStats, Reporter
->>>>>>> vmetrics
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
 from qkvault.integrations.vllm.scheduler import Engine, SchedulerSide
 from qkvault.integrations.vllm.worker import WorkerSide
