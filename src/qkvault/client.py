@@ -149,9 +149,9 @@ class StoreClient:
         """Give up a write lease: nothing of it becomes readable."""
         self._ask(m.Abort(lease_id), m.Done)
 
-    def clear(self, *, lower_tiers: bool = True) -> int:
-        """Forget everything, or only what is in RAM. Returns how many chunks are to go."""
-        return self._ask(m.Clear(lower_tiers), m.Done).count
+    def clear(self, *, lower_tiers: bool = True, spaces: Sequence[bytes] = ()) -> int:
+        """Forget everything, or what is in RAM only, or in ``spaces`` only. Returns how many chunks are to go."""
+        return self._ask(m.Clear(lower_tiers, tuple(spaces)), m.Done).count
 
     def switch(self, *, frozen: bool | None = None, hot_cache: bool | None = None) -> m.Status:
         """Turn switches; None leaves one as it is."""

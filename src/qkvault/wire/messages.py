@@ -138,9 +138,10 @@ class Abort(Request, frozen=True):
 
 
 class Clear(Request, frozen=True):
-    """Forget everything, or only what is in RAM. Answer: ``Done`` with how many chunks are to go."""
+    """Forget everything, or only what is in RAM, or in some spaces. Answer: ``Done``: how many chunks are to go."""
 
     lower_tiers: bool = True
+    spaces: Annotated[tuple[Key, ...], Meta(max_length=1024)] = ()  # 16 bytes each, as keys begin; none: all
 
 
 class Several(Request, frozen=True):
