@@ -20,7 +20,7 @@ from qkvault.image import PREFIX_BYTES, key_in
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
-from qkvault.store.core import Core
+from qkvault.store.core import Core, not_ready
 from qkvault.store.feed import PAGE
 from qkvault.store.index import NOWHERE
 from qkvault.store.leases import Lease
@@ -79,18 +79,19 @@ class StorageManager(Core):
         counters.chunks_asked += num_asked
         run = self.index.run(root, keys[: num_asked * KEY_BYTES])
         alike = self._alike(run, checks)
-        found = self._reachable(alike, search_range)
+        is_ready = search_range is None and self.num_doomed == 0 and not not_ready(alike)  # nearly always
+        found = alike if is_ready else self._reachable(alike, search_range)
         if len(found) == len(alike) < num_asked and self._is_taken(keys, len(alike), search_range):
             counters.collisions += 1
         lease = self.leases.open(session_id, is_write=False, now=now)
-        self._pin_all(lease, found, search_range)
+        self._pin_all(lease, found, search_range, is_ready=is_ready)
         counters.chunks_found += len(lease.entries)
         last = lease.entries[-1] if lease.entries else self.index.get(root)
         can_fork = last is not None and last.has_children
         if can_fork and last is not None and tail and len(lease.entries) == num_asked:
             self._fork(lease, last.key, tail, search_range)
-            can_fork = False
-        return self._located(lease, can_fork=can_fork, num_asked=len(found))
+            can_fork = is_ready = False
+        return self._located(lease, can_fork=can_fork, num_asked=len(found), is_ready=is_ready)
 
     def match(
         self,
