@@ -115,6 +115,8 @@ def open_context():
 
 def run_model(model, tokens, positions=None):
     """One forward pass: q, k, v ``[layers, tokens, heads, head_size]`` after the rotary embedding, and the weights."""
+    from transformers import DynamicCache
+
     queries = []
     module = sys.modules[type(model).__module__]
     original = module.apply_rotary_pos_emb
@@ -129,7 +131,8 @@ def run_model(model, tokens, positions=None):
         with torch.no_grad():
             ids = torch.tensor([tokens])
             position_ids = None if positions is None else torch.tensor([positions])
-            done = model(ids, position_ids=position_ids, output_attentions=True, use_cache=True)
+            cache = DynamicCache()  # without the model's settings it keeps all keys, whatever the window
+            done = model(ids, position_ids=position_ids, output_attentions=True, past_key_values=cache)
     finally:
         module.apply_rotary_pos_emb = original
     layers = done.past_key_values.layers
