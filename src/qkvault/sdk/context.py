@@ -58,7 +58,7 @@ def connect(
         store = embedded.acquire(config)
         client, end = store.connect("sdk"), partial(embedded.release, store)
     else:
-        client, end = open_client(config, "sdk"), _nothing
+        client, end = open_client(config, "sdk"), partial(_nothing)
     try:
         if spaces:
             name, described = spaces[0].space.model_name, tuple(each.encode() for each in spaces)
