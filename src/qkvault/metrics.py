@@ -254,6 +254,9 @@ Generated from `qkvault/metrics.py` by `make docs`.
 
 Every name is there, at zero, from the first scrape, and counters only rise. Every sample has the label `instance_id`.
 
+vLLM's own `/metrics` has the same numbers as `vllm:qkvault_...`, with vLLM's labels `model_name` and `engine` in place
+of `instance_id`: see [Under vLLM](vllm.md#metrics-and-logs).
+
 ## The engine: tokens
 
 Asked, found, loaded and failed are counted apart. A lookup *asks* (`qkvault_request_tokens_total` of operation

@@ -298,8 +298,8 @@ class StoreDriver:
                 return m.Done()
             case m.Inspect(root=root, keys=keys, checks=checks, tail=tail):
                 return self.manager.inspect(root, keys, checks, tail=tail, search_range=request.search_range)
-            case m.Clear(lower_tiers=lower_tiers):
-                return m.Done(self.manager.clear(lower_tiers=lower_tiers))
+            case m.Clear(lower_tiers=lower_tiers, spaces=spaces):
+                return m.Done(self.manager.clear(lower_tiers=lower_tiers, spaces=spaces))
             case m.Forget(parent=parent, keys=keys, tail=tail):
                 return m.Done(self.manager.forget(parent, keys, tail))
             case m.Check():

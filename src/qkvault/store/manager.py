@@ -30,6 +30,7 @@ from qkvault.types import (
     GRAIN_TOKENS,
     KEY_BYTES,
     SKETCH_BYTES,
+    SPACE_BYTES,
     TOKEN_BYTES,
     ChunkRefs,
     ChunkState,
@@ -67,7 +68,7 @@ class StorageManager(Core):
     ) -> Located:
         """Lease the longest contiguous run of chunks from the first key, and start promoting what is not in RAM.
 
-        (Row 20.) ``keys`` are 48 bytes each, the first hangs on ``root``; ``checks`` (4 bytes each) are
+        (Row 20.) ``keys`` are 48 bytes each, the first hangs on ``root``; ``checks`` (3 bytes each) are
         ``image.check_of`` the tokens of each chunk: one with other tokens is a miss. When all are found, the run goes
         on as by ``match`` with ``tail``. The answer leaves out the keys that were asked for. ``search_range`` names the
         media that may be asked (row 22): ``ram`` and the tiers' names; None is all.
@@ -287,16 +288,19 @@ class StorageManager(Core):
         """Jobs that the tiers are to be given, each with its tier's number."""
         return self.tiering.take_jobs()
 
-    def clear(self, *, lower_tiers: bool = True) -> int:
+    def clear(self, *, lower_tiers: bool = True, spaces: Sequence[bytes] = ()) -> int:
         """Forget everything (``lower_tiers=False``: only what lies idle in RAM). Returns how many chunks are to go.
 
-        A chunk that is being read goes when its readers are done; one that is being written never appears, nor does
-        one that a scan finds later.
+        With ``spaces`` only what is in these. A chunk that is being read goes when its readers are done; one that is
+        being written never appears, nor does one that a scan finds later.
         """
         known = [entry for entry in self.index if entry.is_somewhere and not entry.doom]
+        if spaces:
+            known = [entry for entry in known if entry.key[:SPACE_BYTES] in spaces]
         if lower_tiers:
             for book in self.tiering.books:
-                book.is_void = True
+                book.is_void |= not spaces
+                book.void_spaces.update(spaces)
             for entry in known:
                 self._doom(entry, "cleared")
             return len(known)
