@@ -313,3 +313,23 @@ class TestChoice:
         (described,) = make_spaces()
         with pytest.raises(LayoutMismatch):
             connect(here, spaces=[replace(described, layout=replace(described.layout, opaque=True))])
+
+    def test_many_ranks_are_described_in_several_messages(self, place, open_context, make_spaces, make_parts):
+        """B293: one message takes 16."""
+        context = open_context(place, spaces=make_spaces(ranks=18, heads=1))
+        parts = make_parts(64, heads=18)
+        context.store(parts, TOKENS)
+        assert equal(context.retrieve(TOKENS), parts)
+
+    def test_keys_of_this_process_only_are_for_a_store_of_this_process(self, here, place, open_context, make_spaces):
+        """B298: the builtin hash is refused where others could not follow."""
+        from msgspec.structs import replace
+
+        (described,) = make_spaces()
+        described = replace(described, space=replace(described.space, hash_algorithm="builtin"))
+        context = open_context(place, spaces=[described])
+        if isinstance(place, Config):
+            assert context.lookup(TOKENS) == 0
+        else:
+            with pytest.raises(ConfigError, match="PYTHONHASHSEED"):
+                context.lookup(TOKENS)

@@ -36,6 +36,7 @@ from qkvault.wire.messages import MAX_CHUNKS, Instance, Located
 _NOBODY: Final = RequestIdentity()
 _PART_BYTES: Final = 128 << 20  # that are reserved at a time
 _NAP_SECONDS: Final = 0.005  # between two looks at what is still being read by others
+_MAX_DESCRIBED: Final = 16  # spaces in one message
 _WAITS: Final = "busy"
 
 
@@ -60,11 +61,12 @@ def connect(
     else:
         client, end = open_client(config, "sdk"), partial(_nothing)
     try:
-        if spaces:
-            name, described = spaces[0].space.model_name, tuple(each.encode() for each in spaces)
-            client.register(Instance(f"sdk-{os.getpid()}", "sdk", name, pid=os.getpid(), spaces=described))
+        for start in range(0, len(spaces), _MAX_DESCRIBED):
+            name, described = spaces[0].space.model_name, [each.encode() for each in spaces[start:][:_MAX_DESCRIBED]]
+            client.register(Instance(f"sdk-{os.getpid()}", "sdk", name, pid=os.getpid(), spaces=tuple(described)))
         geometry = choose([*spaces, *spaces_of(client.status())], kind, model, fields)
-        return Context(client, geometry, timeout_seconds=config.load_deadline_seconds, end=end)
+        is_shared = config.is_shared or not isinstance(where, Config)
+        return Context(client, geometry, timeout_seconds=config.load_deadline_seconds, shared=is_shared, end=end)
     except BaseException:
         client.close()
         end()
@@ -89,12 +91,16 @@ class Context:
         geometry: Geometry,
         *,
         timeout_seconds: float = 10.0,
+        shared: bool = True,
         end: Callable[[], None] = _nothing,
     ) -> None:
-        """The context owns ``client``. ``timeout_seconds`` is how long a call waits for a lower tier or for readers."""
+        """The context owns ``client``. ``timeout_seconds`` is how long a call waits for a lower tier or for readers.
+
+        ``shared``: others than this process make the same keys.
+        """
         self.geometry, self.timeout_seconds = geometry, timeout_seconds
         self.kind, self.chunk_size = geometry.layout.kind, geometry.layout.chunk_size
-        self._client, self._end = client, end
+        self._client, self._end, self._is_shared = client, end, shared
         self._descriptions = [SpaceDescription(space, geometry.layout).encode() for space in geometry.spaces]
         self._header_bytes = header_bytes_for(self.chunk_size, max(map(len, self._descriptions)))
 
@@ -206,7 +212,7 @@ class Context:
         self.close()
 
     def _prefix(self, tokens: Tokens, identity: RequestIdentity) -> Prefix:
-        return Prefix(self.geometry.spaces[0], identity, tokens)
+        return Prefix(self.geometry.spaces[0], identity, tokens, shared=self._is_shared)
 
     def _release(self, found: Sequence[Located]) -> None:
         self._client.release(*(each.lease_id for each in found if each.lease_id))
