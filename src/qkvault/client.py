@@ -153,6 +153,15 @@ class StoreClient:
         """Forget everything, or what is in RAM only, or in ``spaces`` only. Returns how many chunks are to go."""
         return self._ask(m.Clear(lower_tiers, tuple(spaces)), m.Done).count
 
+    def forget(self, parent: bytes, keys: bytes, tail: bytes = b"") -> int:
+        """Forget chunks of one chain and all that hangs on them, as ``Forget`` says. Returns how many are to go."""
+        step, counts = m.MAX_CHUNKS * KEY_BYTES, 0
+        for end in range(len(keys), 0, -step):  # the tail first: what hangs on a chunk is found while it is there
+            start = max(0, end - step)
+            head = keys[start - KEY_BYTES : start] if start else parent
+            counts += self._ask(m.Forget(head, keys[start:end], tail if end == len(keys) else b""), m.Done).count
+        return counts if keys else self._ask(m.Forget(parent, b"", tail), m.Done).count
+
     def switch(self, *, frozen: bool | None = None, hot_cache: bool | None = None) -> m.Status:
         """Turn switches; None leaves one as it is."""
         return self._ask(m.Switch(frozen, hot_cache), m.Status)

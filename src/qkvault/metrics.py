@@ -26,7 +26,7 @@ Values = Mapping[Labels, float]  # values of the labels, in the metric's order, 
 
 INSTANCE: Final = "instance_id"
 TIERS: Final = ("disk",)
-REMOVAL_REASONS: Final = ("evicted", "cleared", "superseded", "cooled", "absent", "corrupt")
+REMOVAL_REASONS: Final = ("evicted", "cleared", "forgotten", "superseded", "cooled", "absent", "corrupt")
 FAILURE_REASONS: Final = ("absent", "corrupt", "unavailable")
 
 

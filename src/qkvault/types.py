@@ -37,6 +37,10 @@ class CacheKind(str, Enum):
         """The display form of a model name for this kind: ``model`` or ``model##query`` (row 106)."""
         return model_name if self is CacheKind.KV else f"{model_name}##{self.value}"
 
+    def base_model_name(self, server_name: str) -> str:
+        """The model name that ``server_model_name`` makes ``server_name`` of; of a model's name, that name."""
+        return server_name if self is CacheKind.KV else server_name.removesuffix(f"##{self.value}")
+
 
 class Medium(str, Enum):
     """Where bytes are. The order is nearest first."""

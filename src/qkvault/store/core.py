@@ -168,6 +168,29 @@ class Core:
             self.tiering.load(self.tiering.books[number], entries_of)
             self.ledger.counters.chunks_promoted += len(entries_of)
 
+    def forget(self, parent: bytes, keys: bytes, tail: bytes = b"") -> int:
+        """Forget the chunks ``keys`` (48 bytes each) and all that hangs on them: without a head no tail can be hit.
+
+        Also those children of the last of them (without any, of ``parent``) whose tokens are ``tail`` or its beginning.
+        What is being read goes when its readers are done, what is being written never appears. Returns how many chunks
+        are to go.
+        """
+        each = [self.index.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        last = self.index.get(keys[-KEY_BYTES:] or parent)
+        sketch = sketch_of(tail)
+        walk = [child for child in (last.children if last is not None else ()) if sketch.startswith(child.sketch)]
+        walk += [entry for entry in reversed(each) if entry is not None]
+        found: dict[Entry, None] = {}  # every chunk after the one it hangs on
+        while walk:
+            entry = walk.pop()
+            if entry not in found:
+                found[entry] = None
+                walk += entry.children
+        going = [entry for entry in found if entry.is_somewhere and not entry.doom]
+        for entry in reversed(going):
+            self._doom(entry, "forgotten")
+        return len(going)
+
     def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
         """The slots of a live write lease, those of ``keys`` or all, in the order they were reserved."""
         lease = self.leases.get(lease_id, session_id)

@@ -144,6 +144,18 @@ class Clear(Request, frozen=True):
     spaces: Annotated[tuple[Key, ...], Meta(max_length=1024)] = ()  # 16 bytes each, as keys begin; none: all
 
 
+class Forget(Request, frozen=True):
+    """Forget the chunks ``keys`` of one chain, of which the first hangs on ``parent``, and all that hangs on them.
+
+    Also chunks behind the last of them that hold ``tail`` or begin it. Those before, and what holds more than ``tail``,
+    stay. Answer: ``Done`` with how many chunks are to go.
+    """
+
+    parent: Key
+    keys: Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]  # 48 bytes each
+    tail: Tokens = b""  # that come after the last key, less than a chunk of them
+
+
 class Several(Request, frozen=True):
     """Questions that are answered together: one for each rank of an engine. Answer: ``Each``."""
 
@@ -301,6 +313,7 @@ AnyRequest = (
     | Abort
     | Download
     | Clear
+    | Forget
     | Switch
     | Ping
     | Register
