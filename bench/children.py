@@ -29,7 +29,8 @@ class Child:
         """Start it, at the root of the repository, with ``env`` on top of ours."""
         self.name = name
         self._log = tempfile.NamedTemporaryFile(prefix="qkvault-bench-", suffix=".log", mode="w+b")  # noqa: SIM115  # closed by close()
-        environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(env or {})
+        sources = os.pathsep.join((str(ROOT), str(ROOT / "src")))  # those of this tree, whatever is installed
+        environment = os.environ | {"PYTHONPATH": sources} | dict(env or {})
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,

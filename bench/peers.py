@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from bench.children import Child
 from bench.geometry import CHUNK_TOKENS, Geometry
 from bench.report import Screen
+from bench.rig import require_memory
 from bench.samples import Skip
 from bench.settings import Settings
 
 LMCACHE: Final = "LMCache, in process"
 LMCACHE_TUNED: Final = "LMCache, in process, malloc tuned"
+LMCACHE_SERVER: Final = "LMCache, server"
+LMCACHE_SERVER_SHM: Final = "LMCache, server, shm"
+LMCACHE_SERVER_TUNED: Final = "LMCache, server, shm, malloc tuned"
+SERVERS: Final = (LMCACHE_SERVER, LMCACHE_SERVER_SHM, LMCACHE_SERVER_TUNED)
+# What a server and its client take, in prompts: pages, the pool, and copies on their way. Pickling makes five of those.
+PROMPTS_PICKLED: Final = 8.6
+PROMPTS_SHM: Final = 3.6
+PROCESSES_BYTES: Final = 1_500_000_000  # and besides
 # Without these, glibc gives large blocks back at each free and takes them page by page at each malloc.
 MALLOC_TUNED: Final = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
@@ -48,30 +57,10 @@ def lmcache_engine(
     is_tuned: bool = False,
 ) -> Iterator[Child | None]:
     """LMCache's engine over pages of the same geometry; None, and said why, if it does not run here."""
-    if settings.peer_python is None:
-        yield None
-        return
-    work = geometry._asdict() | {
-        "num_tokens": num_tokens, "is_random": is_random, "seed": settings.seed, "chunk_size": CHUNK_TOKENS,
-    }  # fmt: skip
     name = LMCACHE_TUNED if is_tuned else LMCACHE
-    command = [str(settings.peer_python), "-m", "bench.peers_lmcache", json.dumps(work)]
-    try:
-        child = Child(name, command, QUIET | (MALLOC_TUNED if is_tuned else {}))
-    except OSError as error:
-        screen.skip(f"{bench}: {name}", str(error))
-        yield None
-        return
-    try:
-        try:
-            child.receive(READY_SECONDS)
-        except Skip as reason:
-            screen.skip(f"{bench}: {name}", str(reason))
-            yield None
-        else:
-            yield child
-    finally:
-        child.close()
+    work = _work(settings, geometry, num_tokens, is_random=is_random)
+    with _child(settings, screen, "bench.peers_lmcache", work, name=name, bench=bench, is_tuned=is_tuned) as child:
+        yield child
 
 
 @contextlib.contextmanager
@@ -88,3 +77,87 @@ def lmcache_engines(
             if child is not None:
                 found[child.name] = child
         yield found
+
+
+@contextlib.contextmanager
+def lmcache_servers(
+    settings: Settings,
+    screen: Screen,
+    geometry: Geometry,
+    num_tokens: int,
+    *,
+    names: tuple[str, ...] = SERVERS,
+    is_random: bool = False,
+    beside: int = 0,
+) -> Iterator[dict[str, Child]]:
+    """LMCache's server with a client in another process, by name; those that run in the memory that ``beside`` leaves.
+
+    ``LMCACHE_SERVER`` is as it comes: chunks are pickled and pass the socket.
+    """
+    if settings.peer_python is None:
+        yield {}
+        return
+    bench = f"socket, {geometry.name}"
+    fitting = []
+    for name in names:  # all before the first starts: what is not touched yet counts as free
+        prompts = PROMPTS_PICKLED if name == LMCACHE_SERVER else PROMPTS_SHM
+        needed = int(prompts * num_tokens * geometry.token_bytes) + PROCESSES_BYTES
+        try:
+            require_memory(beside + needed)
+        except Skip as reason:
+            screen.skip(f"{bench}: {name}", str(reason))
+        else:
+            beside += needed
+            fitting.append(name)
+    work = _work(settings, geometry, num_tokens, is_random=is_random)
+    found: dict[str, Child] = {}
+    with contextlib.ExitStack() as stack:
+        for name in fitting:
+            asked = work | {"has_shm": name != LMCACHE_SERVER}
+            is_tuned = name == LMCACHE_SERVER_TUNED
+            child = stack.enter_context(
+                _child(settings, screen, "bench.peers_server", asked, name=name, bench=bench, is_tuned=is_tuned)
+            )
+            if child is not None:
+                found[name] = child
+        yield found
+
+
+def _work(settings: Settings, geometry: Geometry, num_tokens: int, *, is_random: bool) -> dict[str, Any]:
+    return geometry._asdict() | {
+        "num_tokens": num_tokens, "is_random": is_random, "seed": settings.seed, "chunk_size": CHUNK_TOKENS,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _child(
+    settings: Settings,
+    screen: Screen,
+    module: str,
+    work: Mapping[str, Any],
+    *,
+    name: str,
+    bench: str,
+    is_tuned: bool,
+) -> Iterator[Child | None]:
+    # ``module`` in the peer's environment; None, and said why, if it does not start there
+    if settings.peer_python is None:
+        yield None
+        return
+    command = [str(settings.peer_python), "-m", module, json.dumps(work)]
+    try:
+        child = Child(name, command, QUIET | (MALLOC_TUNED if is_tuned else {}))
+    except OSError as error:
+        screen.skip(f"{bench}: {name}", str(error))
+        yield None
+        return
+    try:
+        try:
+            child.receive(READY_SECONDS)
+        except Skip as reason:
+            screen.skip(f"{bench}: {name}", str(reason))
+            yield None
+        else:
+            yield child
+    finally:
+        child.close()

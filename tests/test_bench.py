@@ -60,6 +60,18 @@ def test_a_result_says_where_and_how_it_was_measured(micro):
 
 
 @pytest.mark.slow
+def test_a_peer_that_is_not_there_is_told_and_left_out(tmp_path):
+    found = bench(tmp_path, "micro", "--only", "socket", "--peer-venv", str(tmp_path / "nothing"))
+    assert {skipped["case"].partition(": ")[2] for skipped in found["skipped"]} == {
+        "LMCache, server",
+        "LMCache, server, shm",
+        "LMCache, server, shm, malloc tuned",
+    }
+    assert len(found["benches"]["socket"]) == 6
+    assert {series["role"] for row in found["benches"]["socket"] for series in row["series"]} == {"ours", "limit"}
+
+
+@pytest.mark.slow
 def test_many_clients_are_measured_and_nothing_is_lost(tmp_path):
     """B262: each call of two clients, and no call that failed."""
     rows = {row["name"]: row["series"][0] for row in bench(tmp_path, "load")["benches"]["load"]}

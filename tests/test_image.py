@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkvault import image as img
-from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkKey
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, TOKEN_BYTES, ChunkKey
 
 PAYLOAD_BYTES = 5000
 GRAIN_BYTES = GRAIN_TOKENS * TOKEN_BYTES
@@ -181,8 +181,8 @@ def test_sizes_are_rounded_up_to_the_alignment(num_bytes):
 @given(tokens_of)
 def test_the_check_is_the_end_of_the_sketch(tokens):
     sketch = img.sketch_of(tokens)
-    assert img.check_of(tokens) == sketch[-4:]
-    assert len(sketch) == 4 * -(-len(tokens) // GRAIN_BYTES)
+    assert img.check_of(tokens) == sketch[-SKETCH_BYTES:]
+    assert len(sketch) == SKETCH_BYTES * -(-len(tokens) // GRAIN_BYTES)
     assert img.sketch_of(memoryview(tokens)) == sketch
 
 
@@ -191,7 +191,9 @@ def test_sketches_agree_in_as_many_leading_grains_as_the_tokens_do(tokens, data)
     other = bytearray(tokens[: data.draw(st.integers(1, len(tokens) // TOKEN_BYTES)) * TOKEN_BYTES])
     if data.draw(st.booleans()):
         other[data.draw(st.integers(0, len(other) - 1))] ^= 1
-    assert agreement(img.sketch_of(tokens), img.sketch_of(bytes(other)), 4) == agreement(tokens, other, GRAIN_BYTES)
+    assert agreement(img.sketch_of(tokens), img.sketch_of(bytes(other)), SKETCH_BYTES) == agreement(
+        tokens, other, GRAIN_BYTES
+    )
 
 
 def agreement(a: bytes, b: bytes, piece_bytes: int) -> int:

@@ -373,3 +373,19 @@ def test_the_summary_is_one_line_with_totals_and_rates(monitor):
         "lookup_gb_per_second=0 process_tokens_gb_per_second=0 from_gpu_gb_per_second=2 put_gb_per_second=0 "
         "get_gb_per_second=0 to_gpu_gb_per_second=0"
     )
+
+
+def test_the_number_of_updates_tells_whether_there_is_news(monitor):
+    """Whatever changes a snapshot raises it, refused updates too, and looking does not."""
+    seen = [monitor.num_updates]
+    store = monitor.on_store_request(4)
+    seen.append(monitor.num_updates)
+    monitor.on_store_finished(store, num_tokens=4)
+    seen.append(monitor.num_updates)
+    monitor.on_stage("put", 0.5)
+    seen.append(monitor.num_updates)
+    monitor.on_stage("nonsense", 0.5)
+    seen.append(monitor.num_updates)
+    assert seen == sorted(set(seen))
+    monitor.snapshot()
+    assert monitor.num_updates == seen[-1]

@@ -20,7 +20,7 @@ from bench import orders
 from bench.children import Child, ask
 from bench.report import Screen
 from bench.rig import require_memory
-from bench.samples import Case, Measure, Role, Row, Skip, Target, Unit, measure
+from bench.samples import Case, Measure, Role, Row, Sample, Skip, Target, Unit, measure
 from bench.settings import Settings
 from qkvault.policies.lru import LruPolicy
 from qkvault.pool import Pool
@@ -101,14 +101,17 @@ class Full:
             drawn.append((self.chains.keys(number), sketches[:, -SKETCH_BYTES:].tobytes()))
         return drawn
 
-    def look_up(self, drawn: list[tuple[bytes, bytes]]) -> None:
-        """Lease each, and give the lease back."""
-        for keys, checks in drawn:
-            located = self.store.lookup(1, ROOT, keys, checks, 0.0)
+    def look_up(self, drawn: list[tuple[bytes, bytes]]) -> Sample:
+        """Lease each. The leases are given back afterwards, which is not timed."""
+        cpu, start = time.process_time(), time.perf_counter()
+        found = [self.store.lookup(1, ROOT, keys, checks, 0.0) for keys, checks in drawn]
+        sample = Sample(time.perf_counter() - start, time.process_time() - cpu)
+        for located in found:
             if len(located.ready) != CHAIN:
                 msg = f"{len(located.ready)} of {CHAIN} chunks were found"
                 raise RuntimeError(msg)
             self.store.release(1, located.lease_id)
+        return sample
 
 
 def run(settings: Settings, screen: Screen) -> list[Row]:

@@ -1,23 +1,27 @@
 """The copy bench once more, with the store in another process, and what a round trip to it takes.
 
-No bytes of chunks pass the socket: this process maps the pool and copies by itself.
+No bytes of chunks pass the socket: this process maps the pool and copies by itself. The peer is a server, too, with a
+client in another process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bench import children
 from bench.children import Child
 from bench.geometry import Geometry, Pages, geometries
 from bench.micro.copies import PROMPTS, copy_rows
-from bench.micro.lookups import DICT, THIN, Lookups
+from bench.micro.lookups import DICT, HASHING, THIN, Lookups
 from bench.micro.server import ECHO_BYTES
+from bench.peers import LMCACHE_SERVER, lmcache_servers
 from bench.report import Screen
 from bench.rig import Rig, pool_bytes, require_memory
 from bench.samples import Case, Role, Row, Sample, Series, Skip, Unit, measure
@@ -57,23 +61,32 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
             rows += _copies(settings, screen, geometry)
         except Skip as reason:
             screen.skip(f"socket, {geometry.name}", str(reason))
-    return [*rows, *_lookups(settings, screen), _round_trips(settings, screen)]
+    count = settings.sizes.prompt_tokens
+    with lmcache_servers(settings, screen, THIN, count, names=(LMCACHE_SERVER,)) as peers:
+        return [*rows, *_lookups(settings, screen, peers), _round_trips(settings, screen, peers)]
 
 
 def _copies(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]:
     num_tokens = geometry.num_tokens(settings.sizes.copy_bytes)
     ram_bytes = pool_bytes(geometry, num_tokens, prompts=PROMPTS)
-    require_memory(2 * num_tokens * geometry.token_bytes + ram_bytes + 2 * settings.sizes.copy_bytes)
-    with other_process(ram_bytes) as (client, _):
+    needed = 2 * num_tokens * geometry.token_bytes + ram_bytes + 2 * settings.sizes.copy_bytes
+    require_memory(needed)
+    with contextlib.ExitStack() as stack:
+        peers = stack.enter_context(
+            lmcache_servers(settings, screen, geometry, num_tokens, is_random=True, beside=needed)
+        )
+        client, _ = stack.enter_context(other_process(ram_bytes))
         pages = Pages(geometry, num_tokens, is_random=True, seed=settings.seed)
         rig = Rig(Config(ram_bytes=ram_bytes, instance_id="bench"), client, pages, settings.seed)
-        return copy_rows(settings, screen, rig, is_random=True, is_shared=True, peers={})
+        return copy_rows(settings, screen, rig, is_random=True, is_shared=True, peers=peers)
 
 
-def _lookups(settings: Settings, screen: Screen) -> list[Row]:
+def _lookups(settings: Settings, screen: Screen, peers: dict[str, Child]) -> list[Row]:
     count, rounds = settings.sizes.prompt_tokens, settings.sizes.short_rounds
     ram_bytes = pool_bytes(THIN, count, prompts=1.3)
-    kept = f"lookup, {count // 1024}k tokens, keys kept"
+    kept, ids, none = (
+        f"lookup, {count // 1024}k tokens, {how}" for how in ("keys kept", "list of ids", "list of ids, unknown")
+    )
     with other_process(ram_bytes) as (client, _):
         pages = Pages(THIN, count, is_random=False, seed=settings.seed)
         rig = Rig(Config(ram_bytes=ram_bytes, instance_id="bench"), client, pages, settings.seed)
@@ -81,34 +94,61 @@ def _lookups(settings: Settings, screen: Screen) -> list[Row]:
         group = [
             Case(kept, "QKVault", Role.OURS, work.by_keys),
             Case(kept, DICT, Role.LIMIT, work.in_dict),
+            Case(ids, "QKVault", Role.OURS, work.by_ids),
+            Case(ids, HASHING, Role.LIMIT, work.hash_ids),
+            Case(none, "QKVault", Role.OURS, work.by_ids_none),
         ]
+        for name, peer in peers.items():
+            children.ask(peer, do="renew")
+            children.ask(peer, do="store")
+            group += [
+                Case(ids, name, Role.PEER, functools.partial(children.timed, peer, do="lookup")),
+                Case(none, name, Role.PEER, functools.partial(children.timed, peer, do="lookup_unknown")),
+            ]
         with screen.task("socket, lookup", rounds + 3) as advance:
             found = measure([group], rounds=rounds, warmup=3, advance=advance)
     return [Row(name=name, unit=Unit.CALLS, amount=1, series=series) for name, series in found.items()]
 
 
-def _round_trips(settings: Settings, screen: Screen) -> Row:
-    """One small question, by turns with a bare echo: a block of each, then a block of each again."""
-    message = bytes(ECHO_BYTES)
+def _round_trips(settings: Settings, screen: Screen, peers: dict[str, Child]) -> Row:
+    """One small question, by turns with a bare echo and the peer's: a block of each, then a block of each again."""
+    message, count = bytes(ECHO_BYTES), settings.sizes.pings
     ours, bare = Series(name="QKVault", role=Role.OURS), Series(name=ECHO, role=Role.LIMIT)
+    ways: list[tuple[Series, Callable[[], list[float]]]]
     with other_process(64 << 20) as (client, echo), screen.task("round trips", settings.sizes.ping_blocks) as advance:
 
         def ping() -> None:
             echo.sendall(message)
             echo.recv(ECHO_BYTES)
 
+        ways = [(ours, lambda: _repeated(lambda: client.poll(0), count)), (bare, lambda: _repeated(ping, count))]
+        for name, peer in peers.items():
+            ways.append((Series(name=name, role=Role.PEER), functools.partial(_peer_pings, peer, count)))
         for number in range(-1, settings.sizes.ping_blocks):
-            for series, call in ((ours, lambda: client.poll(0)), (bare, ping)):
-                for _ in range(settings.sizes.pings):
-                    start = time.perf_counter()
-                    call()
+            for series, block in ways:
+                for seconds in block():
                     if number >= 0:
-                        series.add(Sample(time.perf_counter() - start, 0.0))
+                        series.add(Sample(seconds, 0.0))
             advance()
-    for series in (ours, bare):
+    found = [series for series, _ in ways]
+    for series in found:
         series.facts["p50_us"] = round(_percentile(series.seconds, 0.5) * 1e6, 1)
         series.facts["p99_us"] = round(_percentile(series.seconds, 0.99) * 1e6, 1)
-    return Row(name="round trip", unit=Unit.CALLS, amount=1, series=[ours, bare])
+    return Row(name="round trip", unit=Unit.CALLS, amount=1, series=found)
+
+
+def _repeated(call: Callable[[], object], count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _peer_pings(peer: Child, count: int) -> list[float]:
+    seconds = children.ask(peer, do="pings", count=count)["seconds"]
+    return [float(one) for one in seconds] if isinstance(seconds, list) else []
 
 
 def _percentile(values: list[float], part: float) -> float:

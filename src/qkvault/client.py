@@ -44,7 +44,7 @@ class StoreClient:
     ) -> m.Located:
         """Lease the longest run of tokens that is cached: whole chunks, then the leading grains of one more.
 
-        ``root`` is the key of the chain's root, ``keys`` (48 bytes each) and ``checks`` (4) those of the whole chunks,
+        ``root`` is the key of the chain's root, ``keys`` (48 bytes each) and ``checks`` (3) those of the whole chunks,
         ``tokens_of(i)`` the tokens (bytes) of chunk i, where i may be the tail after the last whole one. One question
         if all whole chunks are found, or none that shares a beginning; two if the prompt leaves another in the middle
         of a chunk. The lease is the caller's to ``release``; a ``lease_id`` of 0 means that nothing was found.
@@ -149,9 +149,18 @@ class StoreClient:
         """Give up a write lease: nothing of it becomes readable."""
         self._ask(m.Abort(lease_id), m.Done)
 
-    def clear(self, *, lower_tiers: bool = True) -> int:
-        """Forget everything, or only what is in RAM. Returns how many chunks are to go."""
-        return self._ask(m.Clear(lower_tiers), m.Done).count
+    def clear(self, *, lower_tiers: bool = True, spaces: Sequence[bytes] = ()) -> int:
+        """Forget everything, or what is in RAM only, or in ``spaces`` only. Returns how many chunks are to go."""
+        return self._ask(m.Clear(lower_tiers, tuple(spaces)), m.Done).count
+
+    def forget(self, parent: bytes, keys: bytes, tail: bytes = b"") -> int:
+        """Forget chunks of one chain and all that hangs on them, as ``Forget`` says. Returns how many are to go."""
+        step, counts = m.MAX_CHUNKS * KEY_BYTES, 0
+        for end in range(len(keys), 0, -step):  # the tail first: what hangs on a chunk is found while it is there
+            start = max(0, end - step)
+            head = keys[start - KEY_BYTES : start] if start else parent
+            counts += self._ask(m.Forget(head, keys[start:end], tail if end == len(keys) else b""), m.Done).count
+        return counts if keys else self._ask(m.Forget(parent, b"", tail), m.Done).count
 
     def switch(self, *, frozen: bool | None = None, hot_cache: bool | None = None) -> m.Status:
         """Turn switches; None leaves one as it is."""

@@ -24,10 +24,10 @@ _HASH_BYTES: Final = 8
 class StoreEvent(msgspec.Struct, frozen=True):
     """A chunk has become readable in a medium, or has left it. Without a key: all that was told before is void.
 
-    ``reason`` says why it left: ``evicted``, ``cooled`` (the hot cache is off), ``cleared``, ``superseded`` (a longer
-    chunk holds its tokens), ``absent`` or ``corrupt`` (the tier did not have what it should). ``tier`` is the tier's
-    name, ``ram`` for RAM. ``num_tiers`` is how many tiers below RAM have the chunk after this. What its header says is
-    there if it was at hand; ``tokens`` only if they are PLAIN.
+    ``reason`` says why it left: ``evicted``, ``cooled`` (the hot cache is off), ``cleared``, ``forgotten``,
+    ``superseded`` (a longer chunk holds its tokens), ``absent`` or ``corrupt`` (the tier did not have what it should).
+    ``tier`` is the tier's name, ``ram`` for RAM. ``num_tiers`` is how many tiers below RAM have the chunk after this.
+    What its header says is there if it was at hand; ``tokens`` only if they are PLAIN.
     """
 
     stored: bool

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkKey
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, TOKEN_BYTES, ChunkKey
 
 MAGIC: Final = b"QKVC"
 FORMAT_VERSION: Final = 1
@@ -65,21 +65,21 @@ def header_bytes_for(chunk_size: int, space_bytes: int) -> int:
 
 
 def sketch_of(tokens: bytes | memoryview) -> bytes:
-    """Running crc32 of ``tokens`` after each started grain of 16 tokens, 4 big-endian bytes each.
+    """Running crc32 of ``tokens`` after each started grain of 16 tokens: its upper 3 bytes, big-endian.
 
     Two chunks with the same parent agree in exactly as many leading grains as their sketches do (but for a chance of
-    2**-32 a grain: whoever uses a match compares the tokens too). The last 4 bytes check the whole chunk.
+    2**-24 a grain: whoever uses a match compares the tokens too). The last 3 bytes check the whole chunk.
     """
     crc, out = 0, bytearray()
     for start in range(0, len(tokens), _GRAIN_BYTES):
         crc = zlib.crc32(tokens[start : start + _GRAIN_BYTES], crc)
-        out += crc.to_bytes(4, "big")
+        out += crc.to_bytes(4, "big")[:SKETCH_BYTES]
     return bytes(out)
 
 
 def check_of(tokens: bytes | memoryview) -> bytes:
-    """The last 4 bytes of ``sketch_of(tokens)``, at a tenth of its cost."""
-    return zlib.crc32(tokens).to_bytes(4, "big")
+    """The last 3 bytes of ``sketch_of(tokens)``, at a tenth of its cost."""
+    return zlib.crc32(tokens).to_bytes(4, "big")[:SKETCH_BYTES]
 
 
 def payload_check_of(payload: memoryview) -> int:

@@ -31,16 +31,24 @@ def configure(level: str, stream: TextIO | None = None) -> logging.Handler:
     For programs, never for libraries: it sets the process's ``qkvault`` logger. Called again, it replaces what it set.
     Raises ValueError if the level is unknown.
     """
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    route(level, handler)
+    return handler
+
+
+def route(level: str, handler: logging.Handler) -> None:
+    """As ``configure``, with a handler of the caller's. The root logger's get none of our lines from then on.
+
+    Raises ValueError if the level is unknown.
+    """
     logger = logging.getLogger(ROOT_NAME)
     logger.setLevel(level.upper())
-    for handler in [handler for handler in logger.handlers if handler.name == ROOT_NAME]:
-        logger.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    for previous in [previous for previous in logger.handlers if previous.name == ROOT_NAME]:
+        logger.removeHandler(previous)
     handler.name = ROOT_NAME
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
-    return handler
 
 
 def format_line(event: str, fields: Mapping[str, object]) -> str:

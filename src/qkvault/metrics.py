@@ -26,7 +26,7 @@ Values = Mapping[Labels, float]  # values of the labels, in the metric's order, 
 
 INSTANCE: Final = "instance_id"
 TIERS: Final = ("disk",)
-REMOVAL_REASONS: Final = ("evicted", "cleared", "superseded", "cooled", "absent", "corrupt")
+REMOVAL_REASONS: Final = ("evicted", "cleared", "forgotten", "superseded", "cooled", "absent", "corrupt")
 FAILURE_REASONS: Final = ("absent", "corrupt", "unavailable")
 
 
@@ -253,6 +253,9 @@ _PAGE: Final = """\
 Generated from `qkvault/metrics.py` by `make docs`.
 
 Every name is there, at zero, from the first scrape, and counters only rise. Every sample has the label `instance_id`.
+
+vLLM's own `/metrics` has the same numbers as `vllm:qkvault_...`, with vLLM's labels `model_name` and `engine` in place
+of `instance_id`: see [Under vLLM](vllm.md#metrics-and-logs).
 
 ## The engine: tokens
 

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import psutil
 
 from qkvault.errors import ConfigError, InvariantError
@@ -60,7 +61,8 @@ class Pool:
             raise
         self.memory = memoryview(self._map)
         self.used_bytes = 0
-        self._sizes: dict[int, int] = {}  # used slot: offset -> bytes
+        # Used slots: how many pages long the one is that begins at this page, or 0. Takes memory where there are slots.
+        self._pages = memoryview(mmap.mmap(-1, self.capacity_bytes // ALIGNMENT_BYTES * 4)).cast("I")
         self._free_start: dict[int, int] = {}  # free run: offset -> bytes
         self._free_end: dict[int, int] = {}  # free run: end offset -> offset
         self._bins: dict[int, list[int]] = {}  # free runs by size: bytes -> sorted offsets
@@ -99,16 +101,18 @@ class Pool:
         offset = run + run_bytes - size if from_top else run
         if rest := run_bytes - size:
             self._add_free(run if from_top else run + size, rest)
-        self._sizes[offset] = size
+        self._pages[offset // ALIGNMENT_BYTES] = size // ALIGNMENT_BYTES
         self.used_bytes += size
         return offset
 
     def free(self, offset: int) -> None:
         """Give a slot back. Raises InvariantError if there is no slot at ``offset`` (so also when freed twice)."""
-        size = self._sizes.pop(offset, None)
-        if size is None:
+        page, rest = divmod(offset, ALIGNMENT_BYTES)
+        size = self._pages[page] * ALIGNMENT_BYTES if not rest and 0 <= page < len(self._pages) else 0
+        if not size:
             msg = f"no slot at {offset}: freed twice, or never allocated"
             raise InvariantError(msg)
+        self._pages[page] = 0
         self.used_bytes -= size
         start, end = offset, offset + size
         if (before := self._free_end.get(start)) is not None:
@@ -135,19 +139,23 @@ class Pool:
 
     @property
     def slots(self) -> dict[int, int]:
-        """Every used slot: offset to bytes. A copy."""
-        return dict(self._sizes)
+        """Every used slot: offset to bytes. A copy, made by looking at every page."""
+        pages = np.frombuffer(self._pages, np.uint32)
+        starts = np.flatnonzero(pages)
+        sizes = pages[starts].astype(np.int64) * ALIGNMENT_BYTES
+        return dict(zip((starts * ALIGNMENT_BYTES).tolist(), sizes.tolist(), strict=True))
 
     def check(self) -> None:
         """Raise InvariantError unless used and free runs tile the pool exactly."""
-        runs = sorted([*self._sizes.items(), *self._free_start.items()])
+        slots = self.slots
+        runs = sorted([*slots.items(), *self._free_start.items()])
         end = 0
         for offset, size in runs:
             if offset != end:
                 msg = f"pool: gap or overlap at {offset}, expected {end}"
                 raise InvariantError(msg)
             end = offset + size
-        if end != self.capacity_bytes or sum(self._sizes.values()) != self.used_bytes:
+        if end != self.capacity_bytes or sum(slots.values()) != self.used_bytes:
             msg = f"pool: runs end at {end} of {self.capacity_bytes}, used {self.used_bytes}"
             raise InvariantError(msg)
 

@@ -69,6 +69,16 @@ class Prefix:
             chains, checks, lambda number: self._compared(start_chunk + number), search_range=search_range
         )
 
+    def forget(self, client: StoreClient, spaces: Sequence[KeySpace], *, start_chunk: int = 0) -> int:
+        """Have the store forget the chunks from ``start_chunk`` on in ``spaces``, and all that hangs on them.
+
+        Returns how many chunks are to go. Raises Unavailable.
+        """
+        hashes, parent = self._hasher.hashes, self._hasher.parent_of(start_chunk)
+        tail = self._compared(len(hashes))
+        chains = [(space.chunk_key(parent), space.chunk_keys(hashes[start_chunk:])) for space in spaces]
+        return sum(client.forget(root, keys, tail) for root, keys in chains)
+
     def agrees_with(self, tokens: Tokens, identity: RequestIdentity) -> bool:
         """Whether ``tokens`` begin with those that are here, or the other way round, for the same ``identity``."""
         count = min(len(tokens), self.num_tokens)

@@ -135,11 +135,17 @@ class StatsMonitor:
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._lock = threading.Lock()  # guards all below
+        self._num_updates = 0
         self._totals = _zeros(_TOTALS)
         self._found_tokens = _zeros(MEDIA)
         self._chunks = _zeros(CHUNK_OUTCOMES)
         self._stages = {name: _zeros(StageStats.__struct_fields__) for name in STAGES}
         self._operations = {name: _zeros(OperationStats.__struct_fields__) for name in OPERATIONS}
+
+    @property
+    def num_updates(self) -> int:
+        """Rises with every update: while it stays the same, so does the snapshot."""
+        return self._num_updates
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -155,6 +161,7 @@ class StatsMonitor:
             stage = self._stages[name]
             if 0 <= seconds < _INF and 0 <= num_bytes < _INF and 0 <= num_tokens < _INF:
                 with self._lock:
+                    self._num_updates += 1
                     stage["calls"] += 1
                     stage["seconds"] += seconds
                     if failed:
@@ -230,6 +237,7 @@ class StatsMonitor:
         try:
             if 0 <= num_tokens < _INF:
                 with self._lock:
+                    self._num_updates += 1
                     operation["requests"] += 1
                     operation["tokens"] += num_tokens
                 return Request(name, num_tokens, self.clock())
@@ -253,6 +261,7 @@ class StatsMonitor:
         except _NONSENSE:
             is_sane = False
         with self._lock:
+            self._num_updates += 1
             if not is_sane or operation["finished"] >= operation["requests"]:
                 self._totals["rejected_updates"] += 1
                 return False
@@ -266,6 +275,7 @@ class StatsMonitor:
 
     def _reject(self) -> None:
         with self._lock:
+            self._num_updates += 1
             self._totals["rejected_updates"] += 1
 
     def _log_rate(self, request: Request, num_tokens: int, num_bytes: int) -> None:

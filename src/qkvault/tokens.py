@@ -180,7 +180,7 @@ class TokenHasher:
 
     @property
     def checks(self) -> bytes:
-        """``image.check_of`` of all whole chunks: 4 bytes each, independent of the scheme and of the parent."""
+        """``image.check_of`` of all whole chunks: 3 bytes each, independent of the scheme and of the parent."""
         for index in range(len(self._checks) // SKETCH_BYTES, len(self._hashes)):
             self._checks += check_of(self.tokens_from(index))
         return bytes(self._checks)

@@ -22,7 +22,7 @@ SPACE_BYTES: Final = 16
 HASH_BYTES: Final = 32
 KEY_BYTES: Final = SPACE_BYTES + HASH_BYTES
 TOKEN_BYTES: Final = 4  # a token id is an unsigned 32-bit little-endian integer wherever it is bytes
-SKETCH_BYTES: Final = 4  # bytes of a sketch for each grain
+SKETCH_BYTES: Final = 3  # bytes of a sketch for each grain: of a whole chunk 48, which a bytes object holds in 96
 OFFSET_BYTES: Final = 8  # bytes of an offset into the pool where many are packed
 GRAIN_TOKENS: Final = 16  # granularity of a chunk's sketch, hence the finest block a hit can end at
 
@@ -36,6 +36,10 @@ class CacheKind(str, Enum):
     def server_model_name(self, model_name: str) -> str:
         """The display form of a model name for this kind: ``model`` or ``model##query`` (row 106)."""
         return model_name if self is CacheKind.KV else f"{model_name}##{self.value}"
+
+    def base_model_name(self, server_name: str) -> str:
+        """The model name that ``server_model_name`` makes ``server_name`` of; of a model's name, that name."""
+        return server_name if self is CacheKind.KV else server_name.removesuffix(f"##{self.value}")
 
 
 class Medium(str, Enum):
@@ -147,7 +151,7 @@ def unpack_offsets(data: bytes) -> Sequence[int]:
 class NewChunk(msgspec.Struct, frozen=True, array_like=True):
     """A chunk somebody wants to store.
 
-    ``sketch`` is ``image.sketch_of`` of its tokens: 4 bytes for every started grain of 16 tokens.
+    ``sketch`` is ``image.sketch_of`` of its tokens: 3 bytes for every started grain of 16 tokens.
     """
 
     key: bytes

@@ -32,9 +32,13 @@ from qkvault.layout import ChunkLayout
 from qkvault.link import Link
 from qkvault.paged import PagedConnector
 from qkvault.prefix import Prefix, load_items
+from qkvault.reports import spaces_of
+from qkvault.sdk.context import Context
+from qkvault.sdk.geometry import choose
 from qkvault.testing.fake_engine import FakeEngine
 from qkvault.transfer import Transfer
 from qkvault.types import CacheKind
+from qkvault.wire.messages import Instance
 
 BLOCK, CHUNK, KV_BLOCKS, LAYERS = 16, 32, 48, 3
 KV = ChunkLayout(
@@ -86,6 +90,11 @@ class Model:
         if self.connect_error is not None:
             raise self.connect_error
         return self.store.connect("capture")
+
+    def link_for(self, description):
+        """A link as an engine opens it for a feature."""
+        instance = Instance(instance_id="e", role="query", model_name="m", world_size=1, spaces=(description.encode(),))
+        return Link(self.connect, instance)
 
     def __enter__(self):
         return self
@@ -443,7 +452,7 @@ def test_whatever_is_stored_is_right(new_scheduler, seed, num_ring_blocks, is_la
 
 def context(model, **options) -> EngineContext:
     defaults = {
-        "kv": model.kv_paged, "kv_space": SPACE, "link": Link(model.connect), "layer_names": model.names,
+        "kv": model.kv_paged, "kv_space": SPACE, "connect": model.link_for, "layer_names": model.names,
         "num_query_heads": 6, "head_size": 4, "dtype": "bfloat16", "num_ring_blocks": 16,
     }  # fmt: skip
     return EngineContext(**{**defaults, **options})
@@ -489,11 +498,32 @@ def test_a_feature_captures_what_an_engine_passes(model, name):
     assert not dispatcher.num_faults
 
 
+def test_the_sdk_reads_what_a_feature_has_captured(model):
+    """B62, B93: the ring's geometry is in the store's register, and rows that were not computed are holes."""
+    dispatcher = init_dispatcher([TRANSFER_QUERY], [TRANSFER_QUERY])
+    dispatcher.register(context(model))
+    request = model.add("a", list(range(128)), 48)
+    steps = [model.schedule(request, 80)]
+    queries, mapping = model.rows_of(steps)
+    dispatcher.start_step(steps)
+    for number, layer in enumerate(model.names):
+        dispatcher.save_kv_layer(layer, {"q": queries[number]}, mapping)
+    dispatcher.wait_for_save()
+    geometry = choose(spaces_of(model.client.status()), CacheKind.QUERY, "m", None)
+    reader = Context(model.store.connect("sdk"), geometry)
+    found = reader.retrieve(request.tokens)
+    assert found.positions.tolist() == list(range(64, 128))
+    wanted = torch.from_numpy(model.queries.expected(request.tokens)[0][:, 64:])
+    assert torch.equal(found.q.view(torch.int16), wanted)
+    reader.close()
+    dispatcher.shutdown()
+
+
 def test_without_queries_nothing_is_captured_and_nothing_raises(model):
     """B81, B115: an engine that passes none; and a rank that does not store has no ring."""
     for options in ({}, {"can_save": False}):
         dispatcher = init_dispatcher([TRANSFER_QUERY], [TRANSFER_QUERY])
-        dispatcher.register(context(model, link=Link(model.connect), **options))
+        dispatcher.register(context(model, **options))
         dispatcher.start_step([model.schedule(model.add("a", list(range(64))), 64)])
         for layer in model.names:
             dispatcher.save_kv_layer(layer, {}, None)

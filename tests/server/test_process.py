@@ -18,6 +18,7 @@ from qkvault.address import parse_address
 from qkvault.errors import Unavailable
 from qkvault.testing.transport_contract import find, read, save
 
+MAIN = "from qkvault.cli.app import main; main()"
 HEAVY = {"torch", "vllm", "transformers", "tokenizers", "starlette", "uvicorn", "zmq", "yaml"}
 LIST_MODULES = """
 import atexit, sys
@@ -113,6 +114,15 @@ class TestStart:
         server = start("--ram", "4GiB", "--set", "prefault=false", code=code)
         assert server.wait() == 2
         assert "the system refuses" in server.log
+
+    @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+    def test_pages_without_what_they_need_are_refused(self, start, package):
+        """B203: with what to install; a server without pages needs none of it."""
+        code = f"import sys; sys.modules[{package!r}] = None\n{MAIN}"
+        server = start("--http", "127.0.0.1:0", code=code)
+        assert server.wait() == 2
+        assert "pip install 'qkvault[server]'" in server.log
+        assert start(code=code).wait_ready().stop() == 0
 
     def test_a_second_server_at_an_address_is_refused(self, start, connect):
         """B204: before it takes any memory; the first one goes on."""

@@ -91,7 +91,7 @@ MUTATIONS = {
     "a slot that nobody wrote is published": (MANAGER, " or key_in(self.room.image(entry)) != entry.key", ""),
     "commit publishes what was not named": (MANAGER, "or not is_named or key_in", "or key_in"),
     "commit ignores a clear": (MANAGER, "            if entry.doom or not is_named", "            if not is_named"),
-    "a scan brings back what was cleared": (MANAGER, "book.is_void = True", "book.is_void = False"),
+    "a scan brings back what was cleared": (MANAGER, "book.is_void |= not spaces", "book.is_void |= False"),
     "shorter tails are kept": (MANAGER, 'self._doom(sibling, "superseded")', "pass"),
     "a tier has no cap": (TIERING, "        if excess_bytes <= 0:\n", "        if excess_bytes is not None:\n"),
     "match asks every medium": (

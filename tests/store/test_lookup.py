@@ -251,6 +251,18 @@ class TestCollisions:
             located = desk.store.lookup(1, ROOT, keys, chunk.check * 3, 0.0)
             assert len(located.ready) == keys.startswith(chunk.key)
 
+    def test_a_chunk_further_down_a_chain_is_no_hit(self, desk):
+        """Its place is behind the chunks before it: asked for as the first of a prompt it is unknown."""
+        chunk = desk.chunks("aa")[0]._replace(key=SPACE + b"c" * HASH_BYTES)
+        child = desk.chunks("bb")[0]._replace(key=SPACE + b"d" * HASH_BYTES, parent=chunk.key)
+        reserved = desk.store.reserve(1, [chunk.new(), child.new()], 0.0)
+        for each, offset in zip((chunk, child), reserved.offsets, strict=True):
+            each.write(desk.pool.view(offset, 8192))
+        assert desk.store.commit(1, reserved.lease_id) == 2
+        assert is_miss(desk.store.lookup(1, ROOT, child.key, child.check, 0.0))
+        assert len(desk.store.lookup(1, ROOT, chunk.key + child.key, chunk.check + child.check, 0.0).ready) == 2
+        desk.names.update({chunk.key: "c", child.key: "d"})
+
     def test_what_hangs_on_a_collision_is_not_stored(self, desk):
         """Nobody's chunk becomes the child of other tokens."""
         chunk, other = desk.chunks("aa")[0], desk.chunks("bb")[0]

@@ -264,6 +264,24 @@ class StoreMachine(RuleBasedStateMachine):
             self.version += 1
             self.is_void = True
 
+    @rule(prompt=prompts, start=st.integers(0, 2))
+    def forget(self, prompt, start):
+        """B290: what was forgotten, and all that hangs on it, is not found and never appears."""
+        chunks = self.chunks(prompt)
+        whole = [chunk for chunk in chunks if chunk.num_tokens == CHUNK_SIZE]
+        tail = chunks[-1].tokens if len(whole) < len(chunks) else b""
+        parent = chunks[start - 1].key if 0 < start <= len(whole) else ROOT
+        named = whole[start:] if start <= len(whole) else whole
+        self.store.forget(parent, keys_of(named), tail)
+        last = named[-1].key if named else parent
+        known = {chunk.key: chunk for chunks in self.model.history.values() for chunk in chunks}
+        known |= {chunk.key: chunk for write in self.writes.values() for chunk, _ in write.slots.values()}
+        gone = {chunk.key for chunk in named}
+        gone |= {chunk.key for chunk in known.values() if chunk.parent == last and tail.startswith(chunk.tokens)}
+        while more := {chunk.key for chunk in known.values() if chunk.parent in gone} - gone:
+            gone |= more
+        self.model.forget(gone)
+
     # What tiers do
 
     @precondition(lambda self: self.jobs)

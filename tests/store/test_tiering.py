@@ -7,7 +7,7 @@ import pytest
 
 from qkvault.image import read_header, seal, sketch_of
 from qkvault.tiers.base import Found, JobKind, JobResult
-from qkvault.types import Outcome
+from qkvault.types import SPACE_BYTES, Outcome
 
 
 def found_of(chunk, **changes):
@@ -294,6 +294,28 @@ class TestReset:
         desk.assert_cache(ram="aa", disk="aa aabb")
         desk.release(held)
         assert desk.found("aabb") == 64
+
+    def test_one_space_can_be_cleared(self, make_desk):
+        """B 271: what other models have stored stays, also what a scan has yet to find of them."""
+        desk = make_desk(caps=[8])
+        desk.save("aabb")
+        other = bytes(SPACE_BYTES)
+        (chunk,) = desk.chunks("xx")
+        moved = chunk._replace(key=other + chunk.key[SPACE_BYTES:], parent=other + chunk.parent[SPACE_BYTES:])
+        desk.names[moved.key] = "xx"
+        reserved = desk.store.reserve(1, [moved.new()], desk.clock())
+        moved.write(desk.pool.view(reserved.offsets[0], moved.new().image_bytes))
+        assert desk.store.commit(1, reserved.lease_id) == 1
+        desk.settle()
+        desk.end_jobs()
+        assert desk.store.clear(spaces=[chunk.key[:SPACE_BYTES]]) == 2
+        desk.settle()
+        desk.end_jobs()
+        desk.assert_cache(ram="xx", disk="xx")
+        desk.store.adopt(desk.books[0], [found_of(desk.chunks("aa")[0])])
+        desk.settle()
+        desk.end_jobs()
+        desk.assert_cache(ram="xx", disk="xx")
 
 
 class TestAdoption:

@@ -32,6 +32,7 @@ REQUESTS = [
     m.Commit(5, (KEY,)),
     m.Abort(6),
     m.Clear(lower_tiers=False),
+    m.Forget(KEY, KEY, b"tail"),
     m.Switch(frozen=True),
     m.GetStatus(),
     m.Check(),

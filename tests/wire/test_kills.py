@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import closing
 
+import psutil
 import pytest
 
 from qkvault.client import StoreClient
@@ -35,10 +36,10 @@ from qkvault.testing.transport_contract import find, prompt
 from qkvault.wire.remote import RemoteTransport
 from qkvault.wire.sockets import SocketTransport
 
-ADDRESS, WORDS = sys.argv[1], sys.argv[2].split(",")
+ADDRESS, WORDS, PASSES = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
 
 def tell(*words):
-    print(*words, flush=True)
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: a line that is cut short would hide the next
 
 def copy(client, word):
     chunks = prompt(word)
@@ -51,8 +52,9 @@ def copy(client, word):
             chunk.write(memoryview(whole))
             image[:4096] = whole[:4096]
             image[4096:] = b"x" * (len(image) - 4096)
-            for at in range(4096, len(image)):
-                image[at] = whole[at]
+            for _ in range(PASSES):
+                for at in range(4096, len(image)):
+                    image[at] = whole[at]
     return reserved.lease_id
 
 def work(seed):
@@ -87,9 +89,9 @@ for line in sys.stdin:
 class Nursery:
     """A process that starts clients, one at a time."""
 
-    def __init__(self, address, words):
+    def __init__(self, address, words, *, num_passes):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY, address, ",".join(words)],
+            [sys.executable, "-c", NURSERY, address, ",".join(words), str(num_passes)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -105,9 +107,12 @@ class Nursery:
             told, _, rest = line.strip().partition(" ")
             if told == word:
                 return rest
+            assert told != "gone", f"it ended before it told {word!r}"
         return pytest.fail("the nursery ended")
 
     def close(self):
+        for child in psutil.Process(self.process.pid).children():
+            child.kill()
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait(WAIT_SECONDS)
@@ -166,7 +171,7 @@ def test_nobody_reads_a_byte_of_a_client_that_is_killed(served):
         return time.monotonic() - start
 
     thread = threading.Thread(target=read_on)
-    with closing(Nursery(address, WORDS)) as nursery:
+    with closing(Nursery(address, WORDS, num_passes=3)) as nursery:
         thread.start()
         try:
             slowest = max(kill_one(nursery, number) for number in range(ROUNDS))
@@ -188,7 +193,7 @@ def test_a_client_that_is_stopped_loses_its_lease_and_harms_nobody(served, until
     """B258: its slots are nobody's until it confirms or dies; its late copy and its commit publish nothing."""
     driver, address, client = served
     driver.manager.leases.lease_seconds = 0.3
-    with closing(Nursery(address, ["aabbcc"])) as nursery:
+    with closing(Nursery(address, ["aabbcc"], num_passes=1000)) as nursery:
         pid = nursery.start(1)
         nursery.wait("reserved")
         os.kill(pid, signal.SIGSTOP)
@@ -203,7 +208,7 @@ def test_a_client_that_is_stopped_loses_its_lease_and_harms_nobody(served, until
         client.release(located.lease_id)
         driver.manager.leases.lease_seconds = 60.0
         os.kill(pid, end)
-        if end is signal.SIGCONT:
+        if end is signal.SIGCONT:  # it copies on, and publishes
             assert nursery.wait("published") == "0"
         else:
             nursery.wait("gone")

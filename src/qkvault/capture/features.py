@@ -17,6 +17,7 @@ from qkvault.capture.plan import RequestStep
 from qkvault.capture.recorder import QRingBufferCapture
 from qkvault.capture.ring import QRingBuffer
 from qkvault.logs import RateLimited, get_logger
+from qkvault.spaces import SpaceDescription
 
 if TYPE_CHECKING:
     from qkvault.keys import KeySpace
@@ -33,7 +34,7 @@ class EngineContext(NamedTuple):
 
     kv: PagedConnector | None  # the KV pages; None: they are not registered yet
     kv_space: KeySpace  # of this rank
-    link: Link  # a session of the feature's own; it closes it
+    connect: Callable[[SpaceDescription], Link]  # a session of the feature's own, which tells what it stores
     layer_names: Sequence[str]  # those to be captured, in the model's order
     num_query_heads: int  # of this rank
     head_size: int
@@ -72,7 +73,6 @@ class QTensorFeature:
             msg = "queries register after KV: call register_kv_caches() first"
             raise RuntimeError(msg)
         if not engine.can_save:
-            engine.link.close()
             return
         kv = engine.kv
         layout = query_layout(
@@ -91,7 +91,8 @@ class QTensorFeature:
             device=kv.device,
         )
         space = query_space(engine.kv_space, layout, engine.layers)
-        adapter = QRingBufferAdapter(ring, layout, space, engine.link, num_engine_blocks=kv.num_blocks)
+        link = engine.connect(SpaceDescription(space, layout))
+        adapter = QRingBufferAdapter(ring, layout, space, link, num_engine_blocks=kv.num_blocks)
         num_slots = kv.num_blocks * kv.block_size
         self.capture = QRingBufferCapture(adapter, engine.layer_names, num_slots=num_slots)
         adapter.register()

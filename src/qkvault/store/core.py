@@ -65,7 +65,7 @@ class Core:
     def _reachable(self, run: list[Entry], search_range: Container[str] | None) -> list[Entry]:
         # The leading entries of run that may be promised.
         if search_range is None or RAM in search_range:
-            doubtful = _not_ready(run) if self.num_doomed == 0 else list(range(len(run)))
+            doubtful = not_ready(run) if self.num_doomed == 0 else list(range(len(run)))
         else:
             doubtful = list(range(len(run)))
         return run[: next((at for at in doubtful if not self._is_reachable(run[at], search_range)), len(run))]
@@ -142,12 +142,14 @@ class Core:
             num_tokens = min(grains * GRAIN_TOKENS, entry.num_tokens, len(tokens) // TOKEN_BYTES)
             lease.partial = Partial(num_tokens, tokens[: num_tokens * TOKEN_BYTES])
 
-    def _pin_all(self, lease: Lease, entries: list[Entry], search_range: Container[str] | None) -> None:
+    def _pin_all(
+        self, lease: Lease, entries: list[Entry], search_range: Container[str] | None, *, is_ready: bool = False
+    ) -> None:
         # Pin all before giving slots to any: a prompt's own chunks must not make room for one another.
         start = len(lease.entries)
         for entry in entries:
             entry.pins += 1
-        absent = [start + at for at in _not_ready(entries)]
+        absent = [] if is_ready else [start + at for at in not_ready(entries)]
         lease.entries += entries
         lease.media += [Medium.RAM] * len(entries)
         for at in absent:
@@ -165,6 +167,29 @@ class Core:
         for number, entries_of in wanted.items():
             self.tiering.load(self.tiering.books[number], entries_of)
             self.ledger.counters.chunks_promoted += len(entries_of)
+
+    def forget(self, parent: bytes, keys: bytes, tail: bytes = b"") -> int:
+        """Forget the chunks ``keys`` (48 bytes each) and all that hangs on them: without a head no tail can be hit.
+
+        Also those children of the last of them (without any, of ``parent``) whose tokens are ``tail`` or its beginning.
+        What is being read goes when its readers are done, what is being written never appears. Returns how many chunks
+        are to go.
+        """
+        each = [self.index.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        last = self.index.get(keys[-KEY_BYTES:] or parent)
+        sketch = sketch_of(tail)
+        walk = [child for child in (last.children if last is not None else ()) if sketch.startswith(child.sketch)]
+        walk += [entry for entry in reversed(each) if entry is not None]
+        found: dict[Entry, None] = {}  # every chunk after the one it hangs on
+        while walk:
+            entry = walk.pop()
+            if entry not in found:
+                found[entry] = None
+                walk += entry.children
+        going = [entry for entry in found if entry.is_somewhere and not entry.doom]
+        for entry in reversed(going):
+            self._doom(entry, "forgotten")
+        return len(going)
 
     def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
         """The slots of a live write lease, those of ``keys`` or all, in the order they were reserved."""
@@ -189,9 +214,9 @@ class Core:
         book = self.tiering.book_of(entry)
         return book.medium if book is not None else Medium.RAM
 
-    def _located(self, lease: Lease, *, can_fork: bool = False, num_asked: int = 0) -> Located:
-        # Without the keys of the first num_asked chunks, which the client has.
-        pending = _not_ready(lease.entries)
+    def _located(self, lease: Lease, *, can_fork: bool = False, num_asked: int = 0, is_ready: bool = False) -> Located:
+        # Without the keys of the first num_asked chunks, which the client has. is_ready: all are, as was just seen.
+        pending = [] if is_ready else not_ready(lease.entries)
         for at in [at for at in pending if lease.entries[at].state is ChunkState.ABSENT][:1]:
             self._cut(lease, at)  # its load failed: nothing after it can be used
         if lease.partial is not None and not self._is_what_was_wanted(lease.entries[-1], lease.partial):
@@ -296,7 +321,8 @@ class Core:
             self.room.free(offset)
 
 
-def _not_ready(entries: Sequence[Entry]) -> list[int]:
+def not_ready(entries: Sequence[Entry]) -> list[int]:
+    """Positions of those that are not READY."""
     states = [entry.state for entry in entries]
     if states.count(_READY) == len(states):  # nearly always, and a fifth of the time of looking at each
         return []

@@ -96,9 +96,9 @@ class StoreDriver:
 
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
         """Answer one request. Never raises: what goes wrong is a ``Failed``."""
-        if self._num_scanning and isinstance(request, m.Lookup | m.Inspect | m.Several):
+        if self._num_scanning and isinstance(request, m.Lookup | m.Inspect | m.Forget | m.Several):
             for each in request.requests if isinstance(request, m.Several) else (request,):
-                if isinstance(each, m.Lookup | m.Inspect):
+                if isinstance(each, m.Lookup | m.Inspect | m.Forget):
                     self._find_early(each.keys)
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
@@ -298,8 +298,10 @@ class StoreDriver:
                 return m.Done()
             case m.Inspect(root=root, keys=keys, checks=checks, tail=tail):
                 return self.manager.inspect(root, keys, checks, tail=tail, search_range=request.search_range)
-            case m.Clear(lower_tiers=lower_tiers):
-                return m.Done(self.manager.clear(lower_tiers=lower_tiers))
+            case m.Clear(lower_tiers=lower_tiers, spaces=spaces):
+                return m.Done(self.manager.clear(lower_tiers=lower_tiers, spaces=spaces))
+            case m.Forget(parent=parent, keys=keys, tail=tail):
+                return m.Done(self.manager.forget(parent, keys, tail))
             case m.Check():
                 self.manager.check()
                 return m.Done()

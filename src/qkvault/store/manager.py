@@ -20,7 +20,7 @@ from qkvault.image import PREFIX_BYTES, key_in
 from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
-from qkvault.store.core import Core
+from qkvault.store.core import Core, not_ready
 from qkvault.store.feed import PAGE
 from qkvault.store.index import NOWHERE
 from qkvault.store.leases import Lease
@@ -30,6 +30,7 @@ from qkvault.types import (
     GRAIN_TOKENS,
     KEY_BYTES,
     SKETCH_BYTES,
+    SPACE_BYTES,
     TOKEN_BYTES,
     ChunkRefs,
     ChunkState,
@@ -67,7 +68,7 @@ class StorageManager(Core):
     ) -> Located:
         """Lease the longest contiguous run of chunks from the first key, and start promoting what is not in RAM.
 
-        (Row 20.) ``keys`` are 48 bytes each, the first hangs on ``root``; ``checks`` (4 bytes each) are
+        (Row 20.) ``keys`` are 48 bytes each, the first hangs on ``root``; ``checks`` (3 bytes each) are
         ``image.check_of`` the tokens of each chunk: one with other tokens is a miss. When all are found, the run goes
         on as by ``match`` with ``tail``. The answer leaves out the keys that were asked for. ``search_range`` names the
         media that may be asked (row 22): ``ram`` and the tiers' names; None is all.
@@ -78,18 +79,19 @@ class StorageManager(Core):
         counters.chunks_asked += num_asked
         run = self.index.run(root, keys[: num_asked * KEY_BYTES])
         alike = self._alike(run, checks)
-        found = self._reachable(alike, search_range)
+        is_ready = search_range is None and self.num_doomed == 0 and not not_ready(alike)  # nearly always
+        found = alike if is_ready else self._reachable(alike, search_range)
         if len(found) == len(alike) < num_asked and self._is_taken(keys, len(alike), search_range):
             counters.collisions += 1
         lease = self.leases.open(session_id, is_write=False, now=now)
-        self._pin_all(lease, found, search_range)
+        self._pin_all(lease, found, search_range, is_ready=is_ready)
         counters.chunks_found += len(lease.entries)
         last = lease.entries[-1] if lease.entries else self.index.get(root)
         can_fork = last is not None and last.has_children
         if can_fork and last is not None and tail and len(lease.entries) == num_asked:
             self._fork(lease, last.key, tail, search_range)
-            can_fork = False
-        return self._located(lease, can_fork=can_fork, num_asked=len(found))
+            can_fork = is_ready = False
+        return self._located(lease, can_fork=can_fork, num_asked=len(found), is_ready=is_ready)
 
     def match(
         self,
@@ -287,16 +289,19 @@ class StorageManager(Core):
         """Jobs that the tiers are to be given, each with its tier's number."""
         return self.tiering.take_jobs()
 
-    def clear(self, *, lower_tiers: bool = True) -> int:
+    def clear(self, *, lower_tiers: bool = True, spaces: Sequence[bytes] = ()) -> int:
         """Forget everything (``lower_tiers=False``: only what lies idle in RAM). Returns how many chunks are to go.
 
-        A chunk that is being read goes when its readers are done; one that is being written never appears, nor does
-        one that a scan finds later.
+        With ``spaces`` only what is in these. A chunk that is being read goes when its readers are done; one that is
+        being written never appears, nor does one that a scan finds later.
         """
         known = [entry for entry in self.index if entry.is_somewhere and not entry.doom]
+        if spaces:
+            known = [entry for entry in known if entry.key[:SPACE_BYTES] in spaces]
         if lower_tiers:
             for book in self.tiering.books:
-                book.is_void = True
+                book.is_void |= not spaces
+                book.void_spaces.update(spaces)
             for entry in known:
                 self._doom(entry, "cleared")
             return len(known)

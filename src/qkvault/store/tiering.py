@@ -15,7 +15,7 @@ from qkvault.policies.base import Policy
 from qkvault.store.index import Entry, Index
 from qkvault.store.room import Room, victims_of
 from qkvault.tiers.base import Found, JobKind, JobResult, Piece, TierJob
-from qkvault.types import ChunkState, Medium
+from qkvault.types import SPACE_BYTES, ChunkState, Medium
 
 UNAVAILABLE: Final = "unavailable"
 CORRUPT: Final = "corrupt"
@@ -36,6 +36,7 @@ class TierBook:
     used_bytes: int = 0  # stored and being stored
     is_healthy: bool = True
     is_void: bool = False  # what a scan still finds was cleared, and is to go
+    void_spaces: set[bytes] = field(default_factory=set)  # the same, of these spaces
     storing: set[bytes] = field(default_factory=set)  # being written to it
     deleting: dict[bytes, bool] = field(default_factory=dict)  # being removed -> whether to store it again afterwards
     to_delete: list[bytes] = field(default_factory=list)  # those of ``deleting`` that no job has yet
@@ -143,6 +144,7 @@ class Tiering:
         is_same = known is None or not known.is_somewhere or known.image_bytes == chunk.image_bytes
         if (
             book.is_void
+            or chunk.key[:SPACE_BYTES] in book.void_spaces
             or not (is_same and self._index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens))
             or not self._make_room(book, chunk.image_bytes, self._index.get(chunk.parent))
         ):

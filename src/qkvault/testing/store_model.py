@@ -131,6 +131,13 @@ class StoreModel:
         self.images.clear()
         self.writing = {lease_id: {} for lease_id in self.writing}
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """As ``cleared``, of ``keys`` only."""
+        for key in keys:
+            self.forgotten(key)
+            for written in self.writing.values():
+                written.pop(key, None)
+
     def hear(self, events: Iterable[StoreEvent]) -> None:
         """Follow the store's events: a chunk comes before it leaves, and is not evicted before its children."""
         for event in events:

@@ -75,8 +75,8 @@ class Lookup(Request, frozen=True):
 
     root: Key
     keys: bytes  # 48 bytes each
-    checks: bytes  # image.check_of the tokens of each chunk: 4 bytes each
-    tail: Tokens = b""  # that come after the last key, less than a chunk of them
+    checks: bytes  # image.check_of the tokens of each chunk: 3 bytes each
+    tail: Tokens = b""  # that come after the last key, 4 bytes each, less than a chunk of them
     search_range: Media | None = None  # media that may be asked; None: all
 
 
@@ -138,9 +138,22 @@ class Abort(Request, frozen=True):
 
 
 class Clear(Request, frozen=True):
-    """Forget everything, or only what is in RAM. Answer: ``Done`` with how many chunks are to go."""
+    """Forget everything, or only what is in RAM, or in some spaces. Answer: ``Done``: how many chunks are to go."""
 
     lower_tiers: bool = True
+    spaces: Annotated[tuple[Key, ...], Meta(max_length=1024)] = ()  # 16 bytes each, as keys begin; none: all
+
+
+class Forget(Request, frozen=True):
+    """Forget the chunks ``keys`` of one chain, of which the first hangs on ``parent``, and all that hangs on them.
+
+    Also chunks behind the last of them that hold ``tail`` or begin it. Those before, and what holds more than ``tail``,
+    stay. Answer: ``Done`` with how many chunks are to go.
+    """
+
+    parent: Key
+    keys: Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]  # 48 bytes each
+    tail: Tokens = b""  # that come after the last key, less than a chunk of them
 
 
 class Several(Request, frozen=True):
@@ -300,6 +313,7 @@ AnyRequest = (
     | Abort
     | Download
     | Clear
+    | Forget
     | Switch
     | Ping
     | Register

@@ -114,6 +114,18 @@ def toy_engine(toy, tiny_model) -> Iterator[Callable[..., object]]:
         engine.close()
 
 
+@pytest.fixture(autouse=True)
+def _own_logs() -> Iterator[None]:
+    """What a connector has done to our logger is undone: other tests listen at the root's."""
+    import logging
+
+    yield
+    logger = logging.getLogger("qkvault")
+    logger.handlers = [handler for handler in logger.handlers if handler.name != "qkvault"]
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
 @pytest.fixture
 def prompts() -> Callable[[int], list[int]]:
     """Prompts of that many tokens which share nothing, the same in each run of a test."""

@@ -83,6 +83,15 @@ class RealEngine:
         name = "vllm:prompt_tokens_cached_by_source"
         return {m.labels["source"]: int(m.value) for m in self.llm.get_metrics() if m.name == name and m.value}
 
+    def our_metrics(self) -> dict[str, float]:
+        """Our names in vLLM's metrics, without the prefix and ``_total``, with our labels' values, to the number."""
+        prefix = "vllm:qkvault_"
+        return {
+            ".".join([m.name.removeprefix(prefix), *list(m.labels.values())[2:]]): m.value
+            for m in self.llm.get_metrics()
+            if m.name.startswith(prefix)
+        }
+
     def assert_clean(self) -> None:
         """Nobody holds anything of the store."""
         while self.scheduler.has_requests():
@@ -114,7 +123,8 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
 
         DiskTier.scan = slow  # type: ignore[method-assign]  # it is released below
     options = {"max_num_batched_tokens": 1024, **task.get("options", {})}
-    engine = RealEngine(task["model"], {"qkvault.disk_path": task["disk"]}, door=task["door"], **options)
+    settings = {"qkvault.disk_path": task["disk"], **task.get("settings", {})}
+    engine = RealEngine(task["model"], settings, door=task["door"], **options)
     told: dict[str, Any] = {"texts": [], "cached": []}
     for prompts in task["rounds"]:
         outputs = engine.outputs(prompts, task["max_tokens"])
@@ -123,6 +133,7 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
         if task.get("forgets"):
             engine.forget_own_prefixes()
     told["sources"] = engine.cached_by_source()
+    told["metrics"] = engine.our_metrics()
     if hasattr(engine, "connector"):
         told["is_scanning"] = engine.connector._store.connect("test").status().is_scanning
     told["processes"] = len(psutil.Process().children(recursive=True))

@@ -58,7 +58,7 @@ def engine_process(model_path: Path, tmp_path: Path) -> Callable[..., dict[str, 
         told = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
         assert told, done.stderr[-5000:]
         assert done.returncode == (0 if end == "exit" else -signal.SIGKILL), done.stderr[-5000:]
-        return json.loads(told[0].removeprefix("TOLD "))
+        return {**json.loads(told[0].removeprefix("TOLD ")), "lines": (done.stdout + done.stderr).splitlines()}
 
     return run
 
@@ -98,6 +98,29 @@ def test_in_vllms_default_processes_hits_come_from_memory(engine_process, tokens
     assert told["cached"] == [0, whole_blocks(len(tokens[0]))]
     assert told["sources"] == {"host": told["cached"][1]}
     assert told["texts"][0] == told["texts"][1]
+
+
+def test_numbers_and_lines_of_all_processes_are_vllms(engine_process, tiny_model):
+    """B280, B283: counted in the engine's process and the worker's, read in this one; logged once, in vLLM's format."""
+    prompt = list(range(3, 303))
+    told = engine_process(
+        [prompt] * 2, mp=True, model=tiny_model, options={"enable_prefix_caching": False},
+        settings={"qkvault.log_level": "debug"},
+    )  # fmt: skip
+    assert told["processes"] >= 2
+    assert told["cached"] == [0, 288]
+    numbers = told["metrics"]
+    assert numbers["found_tokens.ram"] == numbers["loaded_tokens"] == 288
+    assert numbers["loaded_bytes"] == 288 * 2 * 2 * 2 * 32 * 4  # layers, K and V, heads, head size, float32
+    assert numbers["request_tokens.lookup"] == 600
+    assert numbers["requests_finished.retrieve"] == 1
+    assert numbers["stored_tokens"] == 288
+    assert numbers["stage_failures.put"] == numbers["failed_loads"] == numbers["rejected_updates"] == 0
+    assert numbers["store_medium_capacity_bytes.ram"] == 64 << 20
+    finished = [line for line in told["lines"] if "retrieve_finished" in line]
+    assert len(finished) == 1
+    assert " DEBUG " in finished[0]
+    assert " tokens=288 " in finished[0]
 
 
 def test_drafts_and_hits_give_the_same_tokens(engine_process, truth, tiny_model):

@@ -201,6 +201,7 @@ class TestVersions:
             ({"request_finished": lambda self, request: None}, "request_finished takes request"),
             ({"start_load_kv": lambda self, forward_context, layers, **kwargs: None}, "takes forward_context, layers"),
             ({"get_finished": lambda self: None}, "get_finished takes nothing"),
+            ({"build_prom_metrics": classmethod(lambda cls, config: None)}, "build_prom_metrics takes config"),
             ({"update_connector_output": None}, "has no update_connector_output"),
             ({"__init__": lambda self, vllm_config, role: None}, "__init__ takes vllm_config, role"),
         ],

@@ -14,6 +14,8 @@ _PARAMETERS: Final = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
     "bind_connector_metadata": ("connector_metadata",),
     "build_connector_meta": ("scheduler_output",),
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     "get_external_cache_hit_sources": ("request", "num_external_tokens"),
     "get_finished": ("finished_req_ids",),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
@@ -49,8 +51,9 @@ def require_interface(base: type) -> None:
         if method is None:
             raise ImportError(refusal(f"{base.__name__} has no {name}"))
         found = tuple(inspect.signature(method).parameters)
-        if found != _SELF + wanted:
-            raise ImportError(refusal(f"{base.__name__}.{name} takes {', '.join(found[1:]) or 'nothing'}"))
+        bound = () if inspect.ismethod(method) else _SELF  # a method of the class is bound to it already
+        if found != bound + wanted:
+            raise ImportError(refusal(f"{base.__name__}.{name} takes {', '.join(found[len(bound) :]) or 'nothing'}"))
 
 
 try:
@@ -61,6 +64,7 @@ try:
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
     raise ImportError(refusal(error)) from error
@@ -71,7 +75,9 @@ __all__ = [
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "refusal",

@@ -31,6 +31,8 @@ from qkvault.integrations.vllm.compat import (
     SupportsHMA,
 )
 from qkvault.integrations.vllm.events import EngineEvents
+from qkvault.integrations.vllm.logs import follow_vllm
+from qkvault.integrations.vllm.metrics import QKVaultPromMetrics, QKVaultStats, Reporter
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
 from qkvault.integrations.vllm.scheduler import Engine, SchedulerSide
 from qkvault.integrations.vllm.worker import WorkerSide
@@ -95,6 +97,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         loaded = configuration.load(vllm=transfer_config.kv_connector_extra_config)
+        follow_vllm(loaded)
         self._config = loaded.config
         load_scheme(self._config.hash_algorithm, shared=self._config.is_shared)
         self._spec = layouts.require_supported(vllm_config, kv_cache_config)
@@ -104,6 +107,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         is_named = loaded.sources["instance_id"] != configuration.DEFAULT
         self._instance_id = self._config.instance_id if is_named else _instance_id(str(transfer_config.engine_id))
         self.stats = StatsMonitor()
+        self._reporter = Reporter(self.stats, rank=self._rank) if self._config.metrics else None
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         self._store: embedded.EmbeddedStore | None = None
@@ -136,6 +140,8 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
         )
         link = self._link("scheduler")
+        if self._reporter is not None and self._store is not None:  # a server exports its own numbers
+            self._reporter.status = lambda: link.session().status()
         self._scheduler = SchedulerSide(link, self._spaces, engine, self._config, self.stats, clock=time.monotonic)
 
     def _link(self, role: str) -> Link:
@@ -168,6 +174,40 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         """A hook of the scheduler's side has failed; if that was the store, it is looked for from now on."""
         if self._scheduler is not None and isinstance(error, (Unavailable, ProtocolError)):
             self._scheduler.lost(error)
+
+    # ---- both sides, and the process that is asked for metrics ----
+
+    @_guarded(_nothing)
+    def get_kv_connector_stats(self) -> QKVaultStats | None:
+        """What this side has counted since the last call, if anything."""
+        return self._reporter.take() if self._reporter is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, float] | None = None) -> QKVaultStats:
+        """What ``get_kv_connector_stats`` said, as it comes out of a message."""
+        return QKVaultStats(dict(data or {}))
+
+    @classmethod
+    @_guarded(_nothing)
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> QKVaultPromMetrics | None:
+        """What stands in vLLM's ``/metrics``: a name for each number, at zero."""
+        loaded = configuration.load(vllm=vllm_config.kv_transfer_config.kv_connector_extra_config)
+        follow_vllm(loaded)
+        if not loaded.config.metrics:
+            return None
+        return QKVaultPromMetrics(
+            vllm_config,
+            metric_types,
+            labelnames,
+            per_engine_labelvalues,
+            with_store=loaded.config.address is None,
+        )
 
     # ---- the worker's side ----
 

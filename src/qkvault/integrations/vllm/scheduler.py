@@ -211,18 +211,18 @@ class SchedulerSide:
         self._end_leases(report.ended_leases)
         self._step_heard = max(self._step_heard, report.saved_step)
         if 0 < self._clear_after <= self._step_heard:
-            self._client.clear()
+            self._client.clear(spaces=[space.space_id for space in self._spaces])
             self._clear_after = 0
 
     def reset(self) -> None:
-        """Forget everything, in every tier; nor is anything stored that was computed before. Raises Unavailable."""
+        """Forget all of this model, in every tier; nothing is stored that was computed before. Raises Unavailable."""
         for tracked in self._tracked.values():
             if tracked is not None:
                 self._release(tracked)
                 tracked.can_save = False
         self._finals = [op._replace(items=()) for op in self._finals]
         self._clear_after = self._step_saved if self._step_saved > self._step_heard else 0
-        self._client.clear()
+        self._client.clear(spaces=[space.space_id for space in self._spaces])
 
     def _track(self, request: Request) -> _Tracked | None:
         if request.request_id not in self._tracked:

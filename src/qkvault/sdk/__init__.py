@@ -1,0 +1,11 @@
+"""What a user of the cache has: K, V and Q of a prompt as tensors, by its token ids; attention from them; edits.
+
+``connect`` opens a session. Works with any store, whether an engine is alive or not.
+"""
+
+from __future__ import annotations
+
+from qkvault.sdk.context import Context, connect
+from qkvault.sdk.tensors import CacheTensors, Span, Written
+
+__all__ = ["CacheTensors", "Context", "Span", "Written", "connect"]

@@ -1,0 +1,163 @@
+"""Stores with a context over them, and real tensors: K, V, Q and attention weights as transformers computes them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from qkvault import embedded
+from qkvault.config import Config, load
+from qkvault.keys import KeySpace
+from qkvault.layout import ChunkLayout
+from qkvault.sdk import connect
+from qkvault.server.server import Server
+from qkvault.spaces import SpaceDescription
+from qkvault.types import CacheKind
+
+torch = pytest.importorskip("torch", reason="the SDK works on tensors")
+
+_numbers = itertools.count()
+
+
+def spaces_of(
+    *, kind=CacheKind.KV, layers=2, heads=2, head_size=8, dtype="float32", ranks=1, chunk_size=64, block_size=16,
+    order="LBHNPD", model="m",
+):  # fmt: skip
+    """What the workers of an engine would say of what they store; ``heads`` are those of one rank."""
+    layout = ChunkLayout(
+        kind=kind, num_layers=layers, num_heads=heads, head_size=head_size, num_parts=2 if kind is CacheKind.KV else 1,
+        dtype=dtype, block_size=block_size, chunk_size=chunk_size, order=order,
+    )  # fmt: skip
+    return [
+        SpaceDescription(
+            KeySpace(
+                model_name=model, model_fingerprint="w", world_size=ranks, worker_id=rank, dtype=dtype, kind=kind,
+                chunk_size=chunk_size, tensors=layout.logical,
+            ),
+            layout,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def noise(num_tokens, *, layers=2, heads=2, head_size=8, parts=2, dtype=torch.float32):
+    """Parts that nobody else has."""
+    generator = torch.Generator().manual_seed(next(_numbers))
+    shape = (layers, num_tokens, heads, head_size)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(parts)]
+
+
+@pytest.fixture(params=["here", "unix", "tcp"])
+def place(request, tmp_path):
+    """What ``connect`` takes, for each way to reach a store."""
+    yield from _place(request.param, tmp_path)
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A store in this process."""
+    yield from _place("here", tmp_path)
+
+
+def _place(way, folder, **settings):
+    if way == "here":
+        config = Config(instance_id=f"sdk-{next(_numbers)}", ram_bytes=32 << 20, prefault=False, **settings)
+        store = embedded.acquire(config)
+        try:
+            yield config
+            store.driver.check()
+            assert len(store.driver.manager.leases) == 0, "a lease was not given back"
+        finally:
+            embedded.release(store)
+    else:
+        listen = f"unix://{folder}/s" if way == "unix" else "tcp://127.0.0.1:0"
+        server = Server(load(env={}, cli={"listen": listen, "ram_bytes": 32 << 20, "prefault": False}))
+        try:
+            yield server.addresses[0]
+            server.driver.check()
+            assert len(server.driver.manager.leases) == 0, "a lease was not given back"
+        finally:
+            server.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A store in this process, with a disk tier."""
+    yield from _place("here", tmp_path, disk_path=str(tmp_path / "disk"))
+
+
+@pytest.fixture
+def make_spaces():
+    return spaces_of
+
+
+@pytest.fixture
+def make_parts():
+    return noise
+
+
+@pytest.fixture
+def open_context():
+    """Contexts that are closed when the test is over."""
+    opened = []
+
+    def open_one(where, **options):
+        opened.append(connect(where, **options))
+        return opened[-1]
+
+    yield open_one
+    for context in opened:
+        context.close()
+
+
+def run_model(model, tokens, positions=None):
+    """One forward pass: q, k, v ``[layers, tokens, heads, head_size]`` after the rotary embedding, and the weights."""
+    from transformers import DynamicCache
+
+    queries = []
+    module = sys.modules[type(model).__module__]
+    original = module.apply_rotary_pos_emb
+
+    def record(q, k, cos, sin, *args, **kwargs):
+        rotated = original(q, k, cos, sin, *args, **kwargs)
+        queries.append(rotated[0][0].transpose(0, 1).clone())
+        return rotated
+
+    module.apply_rotary_pos_emb = record
+    try:
+        with torch.no_grad():
+            ids = torch.tensor([tokens])
+            position_ids = None if positions is None else torch.tensor([positions])
+            cache = DynamicCache()  # without the model's settings it keeps all keys, whatever the window
+            done = model(ids, position_ids=position_ids, output_attentions=True, past_key_values=cache)
+    finally:
+        module.apply_rotary_pos_emb = original
+    layers = done.past_key_values.layers
+    k, v = (torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in layers]) for name in ("keys", "values"))
+    weights = torch.stack([each[0] for each in done.attentions])  # [layers, heads, queries, keys]
+    return SimpleNamespace(tokens=tokens, q=torch.stack(queries), k=k, v=v, weights=weights, logits=done.logits[0])
+
+
+@pytest.fixture
+def run():
+    return run_model
+
+
+@pytest.fixture(scope="session")
+def smollm(model_path):
+    """The small model in float32, with attention that shows its weights."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def prompt(smollm):
+    """What it computes for a text of some 160 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    return run_model(smollm, torch.randint(100, 40_000, (160,), generator=generator).tolist())

@@ -1,0 +1,84 @@
+"""An index of many keys: what a lookup does does not depend on how many there are, and a key takes few bytes."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import pytest
+
+from qkvault.policies.lru import LruPolicy
+from qkvault.pool import Pool
+from qkvault.store.manager import StorageManager
+from qkvault.store.tiering import TierBook
+from qkvault.testing.store_model import ROOT
+from qkvault.tiers.base import Found
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, Medium
+
+CHAIN = 512
+CHUNK_TOKENS = 256
+
+
+class CountingDict(dict):
+    """Counts questions."""
+
+    num_asked = 0
+
+    def get(self, key, default=None):
+        self.num_asked += 1
+        return super().get(key, default)
+
+
+def chain(rng):
+    """The chunks of a prompt, as a scan finds them."""
+    found, parent = [], ROOT
+    for _ in range(CHAIN):
+        key, sketch = rng.randbytes(KEY_BYTES), rng.randbytes(CHUNK_TOKENS // GRAIN_TOKENS * SKETCH_BYTES)
+        found.append(Found(key, parent, sketch, CHUNK_TOKENS, 4096, 4096))
+        parent = key
+    return found
+
+
+@pytest.fixture
+def fill():
+    """Stores whose tier holds so many prompts; gives the first of them too."""
+    pools = []
+
+    def fill(num_chains):
+        pools.append(Pool(1 << 20, prefault=False))
+        book = TierBook(0, "disk", Medium.DISK, 1 << 60, lambda size: size, LruPolicy())
+        store = StorageManager(pools[-1], LruPolicy(), [book])
+        rng = random.Random(1)
+        first = chain(rng)
+        store.adopt(book, first)
+        for _ in range(num_chains - 1):
+            store.adopt(book, chain(rng))
+        return store, first
+
+    yield fill
+    for pool in pools:
+        pool.close()
+
+
+def test_a_lookup_asks_as_few_keys_among_many_as_among_few(fill):
+    """B260: two for a prompt of 512 chunks that is known to its end, whatever else is known."""
+    asked = []
+    for num_chains in (2, 40):
+        store, first = fill(num_chains)
+        store.index._entries = CountingDict(store.index._entries)
+        run = store.index.run(ROOT, b"".join(chunk.key for chunk in first))
+        assert [entry.key for entry in run] == [chunk.key for chunk in first]
+        asked.append(store.index._entries.num_asked)
+    assert asked == [2, 2]
+
+
+def test_a_key_takes_less_than_400_bytes(fill):
+    """B261: key, sketch and entry, its place in the index and in the tier's order."""
+    fill(1)
+    tracemalloc.start()
+    try:
+        store, _ = fill(84)  # 43,000 keys: about as full as a dictionary gets, as with a million
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown / len(store.index) < 400
