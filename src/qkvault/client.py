@@ -71,7 +71,7 @@ class StoreClient:
         for at, (located, (root, keys)) in enumerate(zip(found, chains, strict=True)):
             number = len(located.ready) + located.num_pending
             if located.can_fork and (tokens := _grains(tokens_of(number))):
-                parent = keys[(number - 1) * KEY_BYTES : number * KEY_BYTES] if number else root
+                parent = _parent_of(number, root, keys)
                 forks[at] = m.Match(located.lease_id, parent, tokens, media)
         for at, located in zip(forks, self.several(list(forks.values())), strict=True):
             found[at] = located
@@ -107,7 +107,7 @@ class StoreClient:
         num_chunks = sum(found.chunks.values())
         if not found.can_fork or not _grains(tokens_of(num_chunks)):
             return found
-        parent = keys[(num_chunks - 1) * KEY_BYTES : num_chunks * KEY_BYTES] if num_chunks else root
+        parent = _parent_of(num_chunks, root, keys)
         more = self._ask(m.Inspect(parent, b"", b"", tokens_of(num_chunks), media), m.Inspected)
         return m.Inspected(_sum(found.tokens, more.tokens), _sum(found.chunks, more.chunks))
 
@@ -194,6 +194,11 @@ class StoreClient:
             raise _ERRORS.get(reply.code, Unavailable)(reply.message)
         msg = f"{type(request).__name__} was answered with {type(reply).__name__}"
         raise ProtocolError(msg)
+
+
+def _parent_of(number: int, root: bytes, keys: bytes) -> bytes:
+    """The key that chunk ``number`` of a chain hangs on."""
+    return keys[(number - 1) * KEY_BYTES : number * KEY_BYTES] if number else root
 
 
 def _grains(tokens: bytes) -> bytes:

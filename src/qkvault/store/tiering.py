@@ -118,11 +118,13 @@ class Tiering:
         """
         book.policy.touch_all([entry.key for entry in entries])
         batch: list[Entry] = []
+        batch_bytes = 0
         for entry in entries:
             batch.append(entry)
-            if sum(each.image_bytes for each in batch) >= _LOAD_BYTES:
+            batch_bytes += entry.image_bytes
+            if batch_bytes >= _LOAD_BYTES:
                 self._submit(book, JobKind.LOAD, batch)
-                batch = []
+                batch, batch_bytes = [], 0
         if batch:
             self._submit(book, JobKind.LOAD, batch)
 
