@@ -128,7 +128,7 @@ class TestStarting:
         with closing(embedded.EmbeddedStore(msgspec.structs.replace(config, **settings))) as store:
             status = store.connect("test").status()
             assert (status.is_frozen, status.hot_cache) == (True, False)
-            assert type(store.driver.manager.room.policy).__name__ == "MruPolicy"
+            assert type(store.driver.manager.room.residents.policy).__name__ == "MruPolicy"
 
 
 class TestServing:

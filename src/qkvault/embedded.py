@@ -17,6 +17,7 @@ from qkvault.policies import POLICIES
 from qkvault.pool import Pool
 from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
 from qkvault.wire.inproc import InprocTransport
@@ -86,10 +87,11 @@ def open_driver(config: Config, *, shared: bool, traits: Traits = _PLAIN) -> Sto
             tier.close()
         raise
     books = [
-        TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, policy())
+        TierBook(number, tier.name, tier.medium, tier.stored_bytes, Residents(policy(), tier.capacity_bytes))
         for number, tier in enumerate(tiers)
     ]
-    manager = StorageManager(pool, policy(), books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
+    residents = Residents(policy(), pool.capacity_bytes)
+    manager = StorageManager(pool, residents, books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
     manager.is_frozen = config.start_frozen
     return StoreDriver(manager, tiers, traits=traits)
 

@@ -15,6 +15,7 @@ from qkvault.image import read_header, seal, verify_payload
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.testing import FakeClock
 from qkvault.testing.store_model import ROOT, checks_of, chunks_of, keys_of, tokens_of
@@ -42,10 +43,11 @@ class Desk:
         self.clock = FakeClock()
         self.pool = Pool(slots * CHUNK_BYTES, prefault=False)
         self.books = [
-            TierBook(n, TIERS[n], list(Medium)[n + 1], cap * CHUNK_BYTES, lambda size: size, make())
+            TierBook(n, TIERS[n], list(Medium)[n + 1], lambda size: size, Residents(make(), cap * CHUNK_BYTES))
             for n, cap in enumerate(caps)
         ]
-        self.store = StorageManager(self.pool, make(), self.books, lease_seconds=lease_seconds, hot_cache=hot)
+        residents = Residents(make(), self.pool.capacity_bytes)
+        self.store = StorageManager(self.pool, residents, self.books, lease_seconds=lease_seconds, hot_cache=hot)
         self.files = [{} for _ in caps]
         self.jobs = []
         self.names = {ROOT: ""}
@@ -203,7 +205,7 @@ class Desk:
         self.end_jobs()
         assert (len(self.store.index), len(self.store.leases)) == (0, 0)
         assert self.pool.largest_free_bytes == self.pool.capacity_bytes
-        assert all(book.used_bytes == 0 for book in self.books)
+        assert all(book.residents.used_bytes == 0 for book in self.books)
         self.pool.close()
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "tests/store/test_model.py"
 SUITE = ["tests/store", "tests/wire", "tests/policies", "tests/tiers", "tests/test_client.py", "tests/test_embedded.py"]
 CORE, INDEX, MANAGER, ROOM = "store/core.py", "store/index.py", "store/manager.py", "store/room.py"
-TIERING, SESSIONS = "store/tiering.py", "store/sessions.py"
+RESIDENTS, TIERING, SESSIONS = "store/residents.py", "store/tiering.py", "store/sessions.py"
 CONNECTION, LISTEN, REMOTE, SOCKETS = "wire/connection.py", "wire/listen.py", "wire/remote.py", "wire/sockets.py"
 
 # name: file, what stands there (once), what stands there instead
@@ -58,7 +58,7 @@ MUTATIONS = {
         "Partial(num_tokens, None)",
     ),
     "the head is evicted first": (
-        ROOM,
+        RESIDENTS,
         "next((c for c in children if is_here(c) and c.key not in chosen), None)",
         "None",
     ),

@@ -17,6 +17,7 @@ from qkvault.image import key_in, read_header, seal, sketch_of, verify_payload
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.testing import FakeClock, StoreModel
 from qkvault.testing.store_model import ROOT, checks_of, chunks_of, keys_of, tokens_of
@@ -67,10 +68,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.pool = Pool(pool_chunks * CHUNK_BYTES, prefault=False)
         make = POLICIES.load(policy)
         self.books = [
-            TierBook(n, TIERS[n], list(Medium)[n + 1], cap * CHUNK_BYTES, lambda size: size, make())
+            TierBook(n, TIERS[n], list(Medium)[n + 1], lambda size: size, Residents(make(), cap * CHUNK_BYTES))
             for n, cap in enumerate(caps)
         ]
-        self.store = StorageManager(self.pool, make(), self.books, lease_seconds=LEASE_SECONDS, hot_cache=hot)
+        residents = Residents(make(), self.pool.capacity_bytes)
+        self.store = StorageManager(self.pool, residents, self.books, lease_seconds=LEASE_SECONDS, hot_cache=hot)
         self.store.take_events()
         self.files = [{} for _ in caps]  # what the tiers hold: key to image
         self.jobs = []
@@ -386,7 +388,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.model.contents["ram"].keys() == ready
         for book in self.books:
             assert self.model.contents[book.name].keys() == {e.key for e in self.store.index if e.tiers & book.bit}
-            assert book.used_bytes <= book.capacity_bytes
+            assert book.residents.used_bytes <= book.residents.capacity_bytes
         assert self.pool.used_bytes <= self.pool.capacity_bytes
         for read in self.reads.values():
             for offset, image in read.held.items():
@@ -405,7 +407,7 @@ class StoreMachine(RuleBasedStateMachine):
             booked = sum(
                 len(image) for key, image in self.files[number].items() if key in self.model.contents[book.name]
             )
-            assert booked == book.used_bytes, "the tier holds another number of bytes than its book says"
+            assert booked == book.residents.used_bytes, "the tier holds another number of bytes than its book says"
         self.store.clear()
         self.follow()
         self.end_all_jobs()
@@ -414,7 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(self.store.leases) == 0
         assert self.pool.largest_free_bytes == self.pool.capacity_bytes, "not one free run"
         assert not any(self.model.contents.values())
-        assert all(book.used_bytes == 0 and not book.deleting for book in self.books)
+        assert all(book.residents.used_bytes == 0 and not book.deleting for book in self.books)
         self.pool.close()
 
 

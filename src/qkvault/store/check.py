@@ -23,10 +23,6 @@ def check_store(store: Core) -> None:
     if store.num_doomed != sum(bool(entry.doom) for entry in store.index):
         msg = f"{store.num_doomed} entries are said to be doomed"
         raise InvariantError(msg)
-    num_ready = sum(entry.state is ChunkState.READY for entry in store.index)
-    if len(store.room.policy) != num_ready:
-        msg = f"the policy orders {len(store.room.policy)} chunks, {num_ready} are ready"
-        raise InvariantError(msg)
 
 
 def _check_slots(store: Core) -> None:
@@ -36,6 +32,8 @@ def _check_slots(store: Core) -> None:
     if sorted(owned) != sorted(used):
         msg = f"{len(used)} slots are in use, {len(owned)} have an owner"
         raise InvariantError(msg)
+    num_ready = sum(entry.state is ChunkState.READY for entry in store.index)
+    store.room.residents.check("ram", sum(used.values()), num_ready)
 
 
 def _check_entry(entry: Entry, num_holders: int) -> None:

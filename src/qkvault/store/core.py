@@ -8,12 +8,12 @@ from itertools import groupby
 from typing import Final
 
 from qkvault.image import sketch_of, tokens_in
-from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.feed import Feed
 from qkvault.store.index import Entry, Index
 from qkvault.store.leases import Lease, LeaseTable, Partial
 from qkvault.store.ledger import Ledger
+from qkvault.store.residents import Residents
 from qkvault.store.room import Room
 from qkvault.store.tiering import TierBook, Tiering
 from qkvault.types import (
@@ -38,11 +38,11 @@ class Core:
     """State of a store, and what can happen to one entry or lease."""
 
     def __init__(
-        self, pool: Pool, policy: Policy, books: Sequence[TierBook], *, lease_seconds: float, hot_cache: bool
+        self, pool: Pool, residents: Residents, books: Sequence[TierBook], *, lease_seconds: float, hot_cache: bool
     ) -> None:
         """Everything starts empty."""
         self.index = Index()
-        self.room = Room(pool, policy, self.index)
+        self.room = Room(pool, residents, self.index)
         self.room.on_evicted(self._slot_lost)
         self.tiering = Tiering(list(books), self.index, self.room, self._tier_lost)
         self.leases = LeaseTable(lease_seconds)
@@ -248,9 +248,9 @@ class Core:
         dropped.reverse()  # the tail first: under a recency order it then leaves first
         hot_cache = self.hot_cache
         keys = [entry.key for entry in dropped]
-        self.room.policy.touch_all(keys)
+        self.room.residents.policy.touch_all(keys)
         for book in self.tiering.books:
-            book.policy.touch_all(keys)
+            book.residents.policy.touch_all(keys)
         for entry in dropped:
             entry.pins -= 1
             if entry.doom or entry.state is not _READY or not hot_cache:

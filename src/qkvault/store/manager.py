@@ -17,13 +17,13 @@ from collections.abc import Container, Sequence
 
 from qkvault.events import StoreEvent
 from qkvault.image import PREFIX_BYTES, key_in
-from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
 from qkvault.store.core import Core, not_ready
 from qkvault.store.feed import PAGE
 from qkvault.store.index import NOWHERE
 from qkvault.store.leases import Lease
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import CORRUPT, TierBook
 from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
 from qkvault.types import (
@@ -46,14 +46,14 @@ class StorageManager(Core):
     def __init__(
         self,
         pool: Pool,
-        policy: Policy,
+        residents: Residents,
         books: Sequence[TierBook] = (),
         *,
         lease_seconds: float = 60.0,
         hot_cache: bool = True,
     ) -> None:
         """``books`` describe the tiers, nearest first. Without ``hot_cache`` RAM is only a way through."""
-        super().__init__(pool, policy, books, lease_seconds=lease_seconds, hot_cache=hot_cache)
+        super().__init__(pool, residents, books, lease_seconds=lease_seconds, hot_cache=hot_cache)
 
     def lookup(
         self,
@@ -177,7 +177,7 @@ class StorageManager(Core):
             return Outcome.COLLISION
         known = self.index.get(chunk.key)
         if known is not None and known.is_somewhere and not self._is_lost(known, chunk.image_bytes):
-            self.room.policy.touch(chunk.key)
+            self.room.residents.policy.touch(chunk.key)
             return Outcome.BUSY if known.doom else Outcome.PRESENT
         if self.index.covering_child(chunk.parent, chunk.sketch) not in (None, known):
             return Outcome.PRESENT

@@ -5,58 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qkvault.image import ALIGNMENT_BYTES, PREFIX_BYTES, align_up, wipe_header
-from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.index import NOWHERE, Entry, Index
+from qkvault.store.residents import Residents
 from qkvault.types import ChunkState
-
-
-def victims_of(
-    policy: Policy,
-    index: Index,
-    wanted_bytes: int,
-    *,
-    is_here: Callable[[Entry], bool],
-    is_held: Callable[[Entry], bool],
-    cost: Callable[[Entry], int],
-) -> list[Entry]:
-    """Entries to evict, in order, that free ``wanted_bytes`` or all that can be freed.
-
-    The policy's order, except that a chunk never leaves before its descendants that are here too: without its head a
-    chain's tail cannot be hit. Held entries, and so whatever they hang on, stay.
-    """
-    chosen: dict[bytes, Entry] = {}
-    blocked: set[bytes] = set()  # held, or with a held descendant
-    freed_bytes = 0
-    for key in policy.victims():
-        head = index.get(key)
-        if head is None or key in chosen or key in blocked:
-            continue
-        path = [(head, iter(head.children))]  # a walk without recursion: chains are as long as contexts
-        while path:
-            entry, children = path[-1]
-            if entry.key in blocked or is_held(entry):
-                blocked.update(ancestor.key for ancestor, _ in path)
-                break
-            child = next((c for c in children if is_here(c) and c.key not in chosen), None)
-            if child is not None:
-                path.append((child, iter(child.children)))
-                continue
-            path.pop()
-            chosen[entry.key] = entry
-            freed_bytes += cost(entry)
-            if freed_bytes >= wanted_bytes:
-                return list(chosen.values())
-    return list(chosen.values())
 
 
 class Room:
     """The pool and the order in which chunks leave it. The only place that gives slots to entries and takes them."""
 
-    def __init__(self, pool: Pool, policy: Policy, index: Index) -> None:
+    def __init__(self, pool: Pool, residents: Residents, index: Index) -> None:
         """Start with an empty pool."""
         self.pool = pool
-        self.policy = policy
+        self.residents = residents
         self._index = index
         self._on_evicted: Callable[[Entry], None] = lambda _: None
 
@@ -70,9 +31,10 @@ class Room:
         The caller has pinned it, lest it be pruned with those that leave. The slot's old header is wiped, so that a
         reader whose lease ran out cannot take the new bytes for the old.
         """
-        offset = self._allocate(entry.image_bytes)
+        offset = self._allocate(_slot_bytes(entry))
         if offset is None:
             return False
+        self.residents.used_bytes += _slot_bytes(entry)
         wipe_header(self.pool.view(offset, entry.image_bytes))
         entry.offset = offset
         entry.state = state
@@ -81,7 +43,7 @@ class Room:
     def publish(self, entry: Entry) -> None:
         """The slot's bytes are whole: from now on they may be read, and evicted."""
         entry.state = ChunkState.READY
-        self.policy.add(entry.key)
+        self.residents.policy.add(entry.key)
 
     def take(self, entry: Entry, *, keep_slot: bool = False) -> int:
         """Take the slot away from ``entry`` and free it, unless ``keep_slot`` (quarantine). Returns its offset."""
@@ -90,7 +52,7 @@ class Room:
             self.free(offset)
         entry.offset = NOWHERE
         entry.state = ChunkState.ABSENT
-        self.policy.remove(entry.key)
+        self.residents.policy.remove(entry.key)
         return offset
 
     def free(self, offset: int) -> None:
@@ -100,23 +62,22 @@ class Room:
         would leave the old one to late readers.
         """
         wipe_header(self.pool.view(offset, PREFIX_BYTES))
-        self.pool.free(offset)
+        self.residents.used_bytes -= self.pool.free(offset)
 
     def image(self, entry: Entry) -> memoryview:
         """The bytes of the slot of ``entry``."""
         return self.pool.view(entry.offset, entry.image_bytes)
 
     def _allocate(self, num_bytes: int) -> int | None:
-        needed_bytes = align_up(num_bytes)
-        if needed_bytes > self.pool.capacity_bytes:
+        if num_bytes > self.residents.capacity_bytes:
             return None
-        wanted_bytes = max(needed_bytes - self.pool.free_bytes, ALIGNMENT_BYTES)
+        wanted_bytes = max(self.residents.excess_bytes(num_bytes), ALIGNMENT_BYTES)
         offset = self.pool.allocate(num_bytes)
         while offset is None:
-            victims = victims_of(
-                self.policy, self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_slot_bytes
+            victims = self.residents.victims(
+                self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_slot_bytes
             )
-            if not victims or sum(map(_slot_bytes, victims)) + self.pool.free_bytes < needed_bytes:
+            if not victims or sum(map(_slot_bytes, victims)) < self.residents.excess_bytes(num_bytes):
                 return None  # it cannot be had: nobody leaves in vain
             for entry in victims:
                 self.take(entry)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from qkvault.errors import InvariantError
-from qkvault.policies.base import Policy
 from qkvault.store.index import Entry, Index
-from qkvault.store.room import Room, victims_of
+from qkvault.store.residents import Residents
+from qkvault.store.room import Room
 from qkvault.tiers.base import Found, JobKind, JobResult, Piece, TierJob
 from qkvault.types import SPACE_BYTES, ChunkState, Medium
 
@@ -30,10 +29,8 @@ class TierBook:
     number: int
     name: str
     medium: Medium
-    capacity_bytes: int
     stored_bytes: Callable[[int], int]  # image bytes -> bytes it takes in the tier
-    policy: Policy
-    used_bytes: int = 0  # stored and being stored
+    residents: Residents  # bytes: stored and being stored; order: stored
     is_healthy: bool = True
     is_void: bool = False  # what a scan still finds was cleared, and is to go
     void_spaces: set[bytes] = field(default_factory=set)  # the same, of these spaces
@@ -45,6 +42,10 @@ class TierBook:
     def bit(self) -> int:
         """Its bit in ``Entry.tiers``."""
         return 1 << self.number
+
+    def count(self, entry: Entry, sign: int) -> None:
+        """The bytes of ``entry`` come (1) or go (-1)."""
+        self.residents.used_bytes += sign * self.stored_bytes(entry.image_bytes)
 
     def holds(self, entry: Entry) -> bool:
         """Whether it has ``entry``, or is being given it."""
@@ -116,7 +117,7 @@ class Tiering:
 
         A job's result comes when all of it is there: what comes first can be copied while the rest is on its way.
         """
-        book.policy.touch_all([entry.key for entry in entries])
+        book.residents.policy.touch_all([entry.key for entry in entries])
         batch: list[Entry] = []
         batch_bytes = 0
         for entry in entries:
@@ -154,8 +155,8 @@ class Tiering:
             return None
         entry = self._index.add(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens, chunk.image_bytes)
         entry.tiers |= book.bit
-        book.used_bytes += book.stored_bytes(chunk.image_bytes)
-        book.policy.add(chunk.key)
+        book.count(entry, 1)
+        book.residents.policy.add(chunk.key)
         return entry
 
     def finish(self, result: JobResult) -> tuple[JobKind, TierBook, list[Entry], list[tuple[Entry, str]]] | None:
@@ -173,13 +174,13 @@ class Tiering:
                 done.append(entry)
                 if pending.kind is JobKind.STORE:
                     entry.tiers |= book.bit
-                    book.policy.add(key)
+                    book.residents.policy.add(key)
         for key, reason in [*result.failed, *((key, UNAVAILABLE) for key in pending.entries)]:
             if (entry := pending.entries.pop(key, None)) is not None:
                 self._unpin(pending, entry)
                 failed.append((entry, reason))
                 if pending.kind is JobKind.STORE:
-                    book.used_bytes -= book.stored_bytes(entry.image_bytes)
+                    book.count(entry, -1)
                 elif reason != UNAVAILABLE and entry.tiers & book.bit:
                     self._forget(book, entry, reason)
         self._again += [(book, key) for key in pending.deleted if book.deleting.pop(key, False)]
@@ -198,12 +199,7 @@ class Tiering:
         for book in self.books:
             held = [entry for entry in self._index if book.holds(entry)]
             sum_bytes = sum(book.stored_bytes(entry.image_bytes) for entry in held)
-            if sum_bytes != book.used_bytes or book.used_bytes > book.capacity_bytes:
-                msg = f"tier {book.name}: {book.used_bytes} bytes, entries take {sum_bytes}, cap {book.capacity_bytes}"
-                raise InvariantError(msg)
-            if len(book.policy) != sum(bool(entry.tiers & book.bit) for entry in held):
-                msg = f"tier {book.name}: the policy orders {len(book.policy)} chunks"
-                raise InvariantError(msg)
+            book.residents.check(f"tier {book.name}", sum_bytes, sum(bool(entry.tiers & book.bit) for entry in held))
 
     def pins(self) -> Counter[bytes]:
         """How many jobs under way pin each entry, by key."""
@@ -215,7 +211,7 @@ class Tiering:
         for entry in entries:
             if not self._make_room(book, entry.image_bytes, entry.parent):
                 break  # nothing else can leave: the rest of the chain stays in RAM only
-            book.used_bytes += book.stored_bytes(entry.image_bytes)
+            book.count(entry, 1)
             book.storing.add(entry.key)
             stored.append(entry)
         if stored:
@@ -225,11 +221,10 @@ class Tiering:
 
     def _make_room(self, book: TierBook, image_bytes: int, parent: Entry | None) -> bool:
         # Evicts for a child of ``parent``, which therefore stays. Nobody leaves in vain.
-        excess_bytes = book.used_bytes + book.stored_bytes(image_bytes) - book.capacity_bytes
+        excess_bytes = book.residents.excess_bytes(book.stored_bytes(image_bytes))
         if excess_bytes <= 0:
             return True
-        victims = victims_of(
-            book.policy,
+        victims = book.residents.victims(
             self._index,
             excess_bytes,
             is_here=book.holds,
@@ -272,6 +267,6 @@ class Tiering:
 
     def _forget(self, book: TierBook, entry: Entry, reason: str) -> None:
         entry.tiers &= ~book.bit
-        book.policy.remove(entry.key)
-        book.used_bytes -= book.stored_bytes(entry.image_bytes)
+        book.residents.policy.remove(entry.key)
+        book.count(entry, -1)
         self._on_lost(book, entry, reason)
