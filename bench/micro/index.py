@@ -75,8 +75,8 @@ class Full:
         self.num_keys = self.chains.num_chains * CHAIN
         ram_bytes = self.num_keys * IMAGE_BYTES if in_ram else 1 << 20
         self.pool = Pool(ram_bytes, name="qkvault-bench", prefault=False)
-        book = TierBook(0, "disk", Medium.DISK, _same, Residents(LruPolicy(), 1 << 60))
-        residents = Residents(LruPolicy(), self.pool.capacity_bytes)
+        book = TierBook(0, "disk", Medium.DISK, _same, Residents(LruPolicy, 1 << 60))
+        residents = Residents(LruPolicy, self.pool.capacity_bytes)
         self.store = StorageManager(self.pool, residents, [] if in_ram else [book], lease_seconds=1e9)
         self.rng = np.random.default_rng(seed)
         for number in range(self.chains.num_chains):

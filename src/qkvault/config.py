@@ -61,6 +61,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ram_bytes: Annotated[int, Meta(ge=4096, description="Size of the pool in RAM.", examples=["8GiB", "500MB"])] = (
         5 * GIB
     )
+    query_bytes: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="At most so much of ram_bytes holds queries, and the same share of disk_bytes; they never push "
+            "out KV. 0: none are stored. Empty: a quarter.",
+            examples=["2GiB", "0"],
+        ),
+    ] = None
     cache_policy: Annotated[
         str,
         Meta(
@@ -192,6 +200,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.disk_path is None and self.disk_bytes != _FIELDS["disk_bytes"].default:
             msg = f"disk_bytes={self.disk_bytes} is set, and disk_path is not: there is no disk tier to cap"
             raise ConfigError(msg)
+        if self.query_bytes is not None and self.query_bytes > self.ram_bytes:
+            msg = f"query_bytes={self.query_bytes} is more than ram_bytes={self.ram_bytes}, of which it is a part"
+            raise ConfigError(msg)
         if self.lease_seconds < self.load_deadline_seconds:
             msg = (
                 f"lease_seconds={self.lease_seconds:g} is less than load_deadline_seconds="
@@ -310,22 +321,27 @@ def _coerce(name: str, raw: object) -> object:
     if base is bool:
         value = parse_bool(raw)
     elif isinstance(raw, str):
-        text = raw.strip()
-        if name.endswith("_bytes"):
-            value = parse_size(text)
-        elif name.endswith("_seconds"):
-            value = parse_duration(text)
-        elif base is int:
-            value = parse_int(text)
-        elif NoneType in get_args(base):
-            value = text or None
-        elif get_args(base) or (name == "cache_policy" and ":" not in text):
-            value = text.lower()
+        is_nothing = not raw.strip() and NoneType in get_args(base)
+        value = None if is_nothing else _read_text(name, base, raw)
     if name == "disk_path" and isinstance(value, str) and "://" not in value:
         value = str(Path(value).expanduser().absolute())
     if expected := _problem(name, value):
         raise ValueError(expected)
     return value
+
+
+def _read_text(name: str, base: object, raw: str) -> object:
+    """``raw`` as people write such a setting. Raises ValueError."""
+    text = raw.strip()
+    if name.endswith("_bytes"):
+        return parse_size(text)
+    if name.endswith("_seconds"):
+        return parse_duration(text)
+    if base is int:
+        return parse_int(text)
+    if NoneType in get_args(base):
+        return text
+    return text.lower() if get_args(base) or (name == "cache_policy" and ":" not in text) else raw
 
 
 def _problem(name: str, value: object) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
+from qkvault.types import CacheKind
 
 
 class SpaceDescription(msgspec.Struct, frozen=True):
@@ -26,3 +29,20 @@ class SpaceDescription(msgspec.Struct, frozen=True):
         except msgspec.MsgspecError as error:
             msg = f"not the description of a space: {error}"
             raise ValueError(msg) from error
+
+
+class _Kind(msgspec.Struct):
+    kind: CacheKind
+
+
+class _Told(msgspec.Struct):
+    space: _Kind
+
+
+@lru_cache(maxsize=256)
+def kind_in(description: bytes) -> CacheKind:
+    """The kind of tensor that a chunk's header tells, also one of a later version; KV if it tells none."""
+    try:
+        return msgspec.msgpack.decode(description, type=_Told).space.kind
+    except msgspec.MsgspecError:
+        return CacheKind.KV

@@ -48,11 +48,11 @@ class Cache:
         self.seconds = 0.0
         new_policy = POLICIES.load(policy)
         books = [
-            TierBook(number, tier.name, tier.medium, tier.stored_bytes, Residents(new_policy(), tier.capacity_bytes))
+            TierBook(number, tier.name, tier.medium, tier.stored_bytes, Residents(new_policy, tier.capacity_bytes))
             for number, tier in enumerate(tiers)
         ]
         pool = Pool(pool_bytes, prefault=False)
-        residents = Residents(new_policy(), pool.capacity_bytes)
+        residents = Residents(new_policy, pool.capacity_bytes)
         self.manager = StorageManager(pool, residents, books, lease_seconds=60.0, hot_cache=hot_cache)
         self.driver = StoreDriver(self.manager, tiers, clock=lambda: self.seconds)
 

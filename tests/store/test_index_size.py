@@ -47,8 +47,8 @@ def fill():
 
     def fill(num_chains):
         pools.append(Pool(1 << 20, prefault=False))
-        book = TierBook(0, "disk", Medium.DISK, lambda size: size, Residents(LruPolicy(), 1 << 60))
-        store = StorageManager(pools[-1], Residents(LruPolicy(), pools[-1].capacity_bytes), [book])
+        book = TierBook(0, "disk", Medium.DISK, lambda size: size, Residents(LruPolicy, 1 << 60))
+        store = StorageManager(pools[-1], Residents(LruPolicy, pools[-1].capacity_bytes), [book])
         rng = random.Random(1)
         first = chain(rng)
         store.adopt(book, first)

@@ -18,13 +18,13 @@ from qkvault.capture.recorder import QRingBufferCapture
 from qkvault.capture.ring import QRingBuffer
 from qkvault.logs import RateLimited, get_logger
 from qkvault.spaces import SpaceDescription
+from qkvault.types import TRANSFER_QUERY
 
 if TYPE_CHECKING:
     from qkvault.keys import KeySpace
     from qkvault.link import Link
     from qkvault.paged import PagedConnector
 
-TRANSFER_QUERY: Final = "transfer_query"
 QUERY_NAMES: Final = ("q", "query")  # of a layer's intermediate tensors; the first that is there
 _log = RateLimited(get_logger("capture.features"))
 

@@ -32,6 +32,7 @@ from qkvault.types import (
     SKETCH_BYTES,
     SPACE_BYTES,
     TOKEN_BYTES,
+    CacheKind,
     ChunkRefs,
     ChunkState,
     NewChunk,
@@ -136,8 +137,12 @@ class StorageManager(Core):
             self._cut(lease, 0)
             self.leases.close(lease)
 
-    def reserve(self, session_id: int, chunks: Sequence[NewChunk], now: float) -> Reserved:
+    def reserve(
+        self, session_id: int, chunks: Sequence[NewChunk], now: float, *, kind: CacheKind = CacheKind.KV
+    ) -> Reserved:
         """Slots for those of ``chunks`` (one or more chains, heads first) that are not here yet; others say why not.
+
+        ``kind`` is that of all of them: it says whose room they take and who leaves for them.
 
         Evicts on demand. When there is no room the rest of the chunks get none: fewer chunks are stored (row 11). A
         chunk whose tokens a longer stored sibling has already is PRESENT (row 44). What hangs on a chunk that collides
@@ -154,7 +159,7 @@ class StorageManager(Core):
             if chunk.parent in collided:
                 outcome = Outcome.COLLISION
             elif has_room:
-                outcome = self._reserve_one(lease, chunk)
+                outcome = self._reserve_one(lease, chunk, kind)
             else:
                 outcome = Outcome.NO_ROOM
             has_room = has_room and outcome is not Outcome.NO_ROOM
@@ -169,19 +174,20 @@ class StorageManager(Core):
             lease_id = 0
         return Reserved(lease_id, tuple(outcomes), tuple(offsets))
 
-    def _reserve_one(self, lease: Lease, chunk: NewChunk) -> Outcome:
+    def _reserve_one(self, lease: Lease, chunk: NewChunk, kind: CacheKind) -> Outcome:
         if self.is_frozen:
             return Outcome.FROZEN
         if not self.index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens):
             self.ledger.counters.collisions += 1
             return Outcome.COLLISION
         known = self.index.get(chunk.key)
-        if known is not None and known.is_somewhere and not self._is_lost(known, chunk.image_bytes):
-            self.room.residents.policy.touch(chunk.key)
+        shape = (chunk.num_tokens, chunk.image_bytes, kind)
+        if known is not None and known.is_somewhere and not self._is_lost(known, shape):
+            self.room.residents.policies[known.kind].touch_all((chunk.key,))
             return Outcome.BUSY if known.doom else Outcome.PRESENT
         if self.index.covering_child(chunk.parent, chunk.sketch) not in (None, known):
             return Outcome.PRESENT
-        entry = self.index.add(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens, chunk.image_bytes)
+        entry = self.index.add(chunk.key, chunk.parent, chunk.sketch, shape)
         if not self._give_under_parent(entry):
             self.index.prune(entry)
             return Outcome.NO_ROOM
@@ -252,7 +258,7 @@ class StorageManager(Core):
             self.leases.close(lease)
             slots = self.quarantine.setdefault((lease.session_id, lease.lease_id), [])
             for entry in lease.entries:
-                slots.append(entry.offset)
+                slots.append((entry.offset, entry.kind))
                 self._abort_entry(entry, keep_slot=True)
 
     def on_job_done(self, result: JobResult) -> None:

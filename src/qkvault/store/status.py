@@ -5,7 +5,7 @@ from __future__ import annotations
 from qkvault.store.core import RAM, Core
 from qkvault.store.ledger import Counters
 from qkvault.store.residents import Residents
-from qkvault.types import Medium, Outcome
+from qkvault.types import CacheKind, Medium, Outcome
 from qkvault.wire.messages import InstanceStatus, Status, TierStatus
 
 
@@ -35,7 +35,10 @@ def status_of(
 
 
 def _medium(name: str, here: Residents, *, is_healthy: bool) -> TierStatus:
-    return TierStatus(name, here.capacity_bytes, here.used_bytes, len(here), is_healthy)
+    query_used_bytes = here.bytes_of[CacheKind.QUERY]
+    return TierStatus(
+        name, here.capacity_bytes, here.used_bytes, len(here), is_healthy, query_used_bytes, here.query_bytes
+    )
 
 
 def flat_counters(counters: Counters) -> dict[str, int]:

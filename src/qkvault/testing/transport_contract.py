@@ -52,11 +52,11 @@ def make_driver(
 ) -> StoreDriver:
     """A running store that other processes may attach to. The caller closes it."""
     books = [
-        TierBook(number, tier.name, tier.medium, tier.stored_bytes, Residents(LruPolicy(), tier.capacity_bytes))
+        TierBook(number, tier.name, tier.medium, tier.stored_bytes, Residents(LruPolicy, tier.capacity_bytes))
         for number, tier in enumerate(tiers)
     ]
     pool = Pool(pool_bytes, name="qkvault-test", prefault=False)
-    manager = StorageManager(pool, Residents(LruPolicy(), pool.capacity_bytes), books, lease_seconds=lease_seconds)
+    manager = StorageManager(pool, Residents(LruPolicy, pool.capacity_bytes), books, lease_seconds=lease_seconds)
     return StoreDriver(manager, tiers, clock=clock, traits=traits or Traits())
 
 

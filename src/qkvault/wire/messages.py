@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from qkvault.types import KEY_BYTES, ChunkRefs, Medium, NewChunk, Outcome
+from qkvault.types import KEY_BYTES, CacheKind, ChunkRefs, Medium, NewChunk, Outcome
 
 PROTOCOL_VERSION: Final = 1
 MAX_CHUNKS: Final = 1 << 14  # that one message may reserve, publish or fetch: 4 million tokens
@@ -116,9 +116,10 @@ class Release(Request, frozen=True):
 
 
 class Reserve(Request, frozen=True):
-    """Slots for new chunks. Answer: ``Reserved``."""
+    """Slots for new chunks. Answer: ``Reserved``. Queries have a quota, and no KV leaves for them."""
 
     chunks: Annotated[tuple[NewChunk, ...], Meta(max_length=MAX_CHUNKS)]
+    kind: CacheKind = CacheKind.KV  # of all of them
 
 
 class Commit(Request, frozen=True):
@@ -272,6 +273,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     used_bytes: int
     num_chunks: int
     is_healthy: bool
+    query_used_bytes: int = 0  # of used_bytes, those of queries
+    query_quota_bytes: int = 0  # how many these may be
 
 
 class Status(Reply, frozen=True):
