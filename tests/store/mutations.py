@@ -28,7 +28,7 @@ MUTATIONS = {
         "        lease.entries.append(entry)\n        return Outcome.RESERVED\n",
         "        lease.entries.append(entry)\n        self._publish([entry])\n        return Outcome.RESERVED\n",
     ),
-    "lookup does not compare checks": (MANAGER, "alike = self._alike(run, checks)", "alike = run"),
+    "lookup does not compare checks": (MANAGER, "alike = run[: self._num_alike(packed, checks)]", "alike = run"),
     "lookup skips the parent": (INDEX, "entry.parent is None or entry.parent is not parent", "entry.parent is None"),
     "a run trusts the last key without the chain's length": (
         INDEX,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from qkvault.image import sketch_bytes_for
 from qkvault.spaces import kind_in
 from qkvault.store.index import Entry, Index, Shape
 from qkvault.store.residents import Residents
@@ -140,7 +141,8 @@ class Tiering:
     def adopt(self, book: TierBook, chunk: Found) -> Entry | None:
         """Enter what a scan found in ``book``; it is used later than what was entered before.
 
-        Removed instead is what was cleared, what does not fit the capacity, and what differs from a chunk of that key.
+        Removed instead is what was cleared, what is malformed, what does not fit the capacity, and what differs from a
+        chunk of that key.
         """
         known = self._index.get(chunk.key)
         if chunk.key in book.deleting or (known is not None and book.holds(known)):
@@ -150,6 +152,7 @@ class Tiering:
         if (
             book.is_void
             or chunk.key[:SPACE_BYTES] in book.void_spaces
+            or len(chunk.sketch) != sketch_bytes_for(chunk.num_tokens)
             or not (is_same and self._index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens))
             or not self._make_room(book, shape, self._index.get(chunk.parent))
         ):
