@@ -6,6 +6,7 @@ import msgspec
 
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
+from qkvault.types import SPACE_BYTES
 
 
 class SpaceDescription(msgspec.Struct, frozen=True):
@@ -26,3 +27,11 @@ class SpaceDescription(msgspec.Struct, frozen=True):
         except msgspec.MsgspecError as error:
             msg = f"not the description of a space: {error}"
             raise ValueError(msg) from error
+
+
+def describes(description: bytes, key: bytes) -> bool:
+    """Whether ``description`` is that of the space in which ``key`` lies."""
+    try:
+        return SpaceDescription.decode(description).space.space_id == key[:SPACE_BYTES]
+    except ValueError:
+        return False

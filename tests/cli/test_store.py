@@ -83,7 +83,17 @@ class TestStatus:
     def test_it_shows_media_engines_and_hits(self, engine):
         """B220: as a table, and with --json as the server's own page has it."""
         text = run("status")
-        for part in ("ram", "4.0 MiB", "engine", "worker", "a/model", "77@here", "running; clients 2", "lookups 0"):
+        for part in (
+            "ram",
+            "4.0 MiB",
+            "engine",
+            "worker",
+            "a/model",
+            "77@here",
+            "1 of 1",
+            "running; clients 2",
+            "lookups 0",
+        ):
             assert part in text
         found = json.loads(run("status", "--json"))
         assert found["media"][0]["num_chunks"] == 2

@@ -6,6 +6,7 @@ They speak the store's own protocol, so that they work wherever an engine's woul
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from enum import Enum
@@ -84,6 +85,9 @@ def status(
     asked, hits = counters.get("chunks_asked", 0), counters.get("chunks_found", 0)
     rate = f" ({hits / asked:.1%})" if asked else ""
     typer.echo(f"lookups {counters.get('lookups', 0)}, chunks asked {asked}, found {hits}{rate}")
+    if models := model_rows(found):
+        typer.echo()
+        print_table(("model", "kind", "dtype", "ranks", "tokens a chunk"), models)
     if found.instances:
         typer.echo()
         print_table(("instance", "role", "model", "rank", "pid", "heard", "leases"), instance_rows(found))
@@ -101,6 +105,19 @@ def media_rows(found: Status) -> list[tuple[str, ...]]:
         )
         for medium in found.media
     ]
+
+
+def model_rows(found: Status) -> list[tuple[str, ...]]:
+    """The rows of a table of models: what is known of them, or was found on disk."""
+    from msgspec.structs import replace
+
+    from qkvault.reports import spaces_of
+
+    ranks = Counter(replace(each, worker_id=0) for each in {each.space for each in spaces_of(found)})
+    return sorted(
+        (space.model_name, space.kind.value, space.dtype, f"{count} of {space.world_size}", str(space.chunk_size))
+        for space, count in ranks.items()
+    )
 
 
 def instance_rows(found: Status) -> list[tuple[str, ...]]:
@@ -151,7 +168,7 @@ def lookup(
         print_json({"num_tokens": len(token_ids), "spaces": msgspec.to_builtins(found)})
         return
     if not found:
-        typer.echo("the store knows no such model: an engine has to register first")
+        typer.echo("the store knows no such model: none of its engines has registered, and nothing of it is on disk")
         return
     rows = [
         (

@@ -286,7 +286,7 @@ class Status(Reply, frozen=True):
     is_scanning: bool  # tiers are still telling what they hold
     counters: dict[str, int]
     instances: tuple[InstanceStatus, ...] = ()
-    spaces: tuple[bytes, ...] = ()  # what instances have described so far, gone ones too; the latest last
+    spaces: tuple[bytes, ...] = ()  # what tiers held at the start, then what instances described; the latest last
 
 
 class Failed(Reply, frozen=True):

@@ -1,0 +1,98 @@
+"""A server that was killed and comes back with its disk, while no engine is alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qkvault.keys import KeySpace
+from qkvault.layout import ChunkLayout
+from qkvault.spaces import SpaceDescription
+from qkvault.types import CacheKind
+
+torch = pytest.importorskip("torch", reason="the SDK works on tensors")
+
+TOKENS = list(range(1000, 1200))  # three chunks of 64 tokens, and 8 more
+CLI = "from qkvault.cli.app import main; main()"
+# Whoever reads it all takes an hour; single headers can be read.
+SLOW_SCAN = (
+    f"import time\nfrom qkvault.tiers import disk_listing\ndisk_listing.walk = lambda root: time.sleep(3600)\n{CLI}"
+)
+
+
+def spaces_of(kind=CacheKind.KV, model="a/model", ranks=2):
+    """What the workers of an engine would describe."""
+    layout = ChunkLayout(
+        kind=kind, num_layers=2, num_heads=2, head_size=8, num_parts=2 if kind is CacheKind.KV else 1, dtype="float32",
+        block_size=16, chunk_size=64, order="LBHNPD",
+    )  # fmt: skip
+    return [
+        SpaceDescription(
+            KeySpace(
+                model_name=model, model_fingerprint="w", world_size=ranks, worker_id=rank, dtype="float32", kind=kind,
+                chunk_size=64, tensors=layout.logical,
+            ),
+            layout,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def restarted(start, tmp_path):
+    """A server that had two kinds of one model on its disk when it was killed, and what those were."""
+    from qkvault.sdk import connect
+
+    flags = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB", "--http", f"unix://{tmp_path}/h")
+    first = start(*flags).wait_ready()
+    parts = {kind: [torch.randn(2, 192, 4, 8) for _ in range(num)] for kind, num in (("kv", 2), ("query", 1))}
+    for kind, tensors in parts.items():
+        with connect(first.address, kind=CacheKind(kind), spaces=spaces_of(CacheKind(kind))) as context:
+            assert context.store(tensors, TOKENS[:192]).written_tokens == 192
+            deadline = time.monotonic() + 30
+            while context._client.status().num_jobs:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+    assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+    return lambda code=CLI: (start(*flags, code=code).wait_ready(), parts)
+
+
+def run(address, *arguments):
+    """What a command says to ``--json``."""
+    command = [sys.executable, "-c", CLI, *arguments, "--json", "--address", address]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout)
+
+
+@pytest.mark.parametrize("code", [CLI, SLOW_SCAN], ids=["at once", "before the scan has ended"])
+def test_the_sdk_reads_what_a_killed_server_had_on_disk(restarted, code):
+    """B330, B292: by its address alone, all ranks, whether the files have been scanned or not."""
+    from qkvault.sdk import kvcache, qcache
+
+    server, parts = restarted(code)
+    for kind, module in (("kv", kvcache), ("query", qcache)):
+        with module.connect(server.address) as context:
+            assert context.geometry.shape == (2, 4, 8)
+            found = context.retrieve(TOKENS)
+            assert found.num_tokens == 192
+            assert all(torch.equal(one, other) for one, other in zip(found.parts, parts[kind], strict=True))
+
+
+def test_commands_and_pages_know_the_models_of_the_disk(restarted, kit, tmp_path):
+    """B330: status, lookup by name, and both over HTTP."""
+    server, _ = restarted()
+    models = run(server.address, "status")["models"]
+    assert sorted((model["model_name"], model["kind"], model["worker_id"]) for model in models) == [
+        ("a/model", kind, rank) for kind in ("kv", "query") for rank in (0, 1)
+    ]
+    found = run(server.address, "lookup", "--model", "a/model", *map(str, TOKENS))["spaces"]
+    assert [(space["cached_tokens"], space["tokens"]) for space in found] == [(192, {"disk": 192})] * 4
+    http = kit.Http(f"unix://{tmp_path}/h")
+    assert http.ask("POST", "/lookup", {"tokens": TOKENS, "model_name": "a/model"})[1]["spaces"] == found
+    assert http.ask("POST", "/lookup", {"tokens": TOKENS, "model_name": "another"})[1]["spaces"] == []
+    assert http.ask("GET", "/status")[1]["models"] == models
