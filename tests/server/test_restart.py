@@ -24,6 +24,21 @@ CLI = "from qkvault.cli.app import main; main()"
 SLOW_SCAN = (
     f"import time\nfrom qkvault.tiers import disk_listing\ndisk_listing.walk = lambda root: time.sleep(3600)\n{CLI}"
 )
+# The files are scanned when there is a file called `go`; by key only one at a time is asked for.
+GATED_SCAN = f"""
+import os, sys, time
+from qkvault.store import scan
+from qkvault.tiers import disk_listing
+walk, scan._MAX_EARLY = disk_listing.walk, 1
+
+def walk_later(root):
+    while not os.path.exists(os.path.join(root, "..", "go")):
+        time.sleep(0.01)
+    yield from walk(root)
+
+disk_listing.walk = walk_later
+{CLI}
+"""
 
 
 def spaces_of(kind=CacheKind.KV, model="a/model", ranks=2):
@@ -96,3 +111,24 @@ def test_commands_and_pages_know_the_models_of_the_disk(restarted, kit, tmp_path
     assert http.ask("POST", "/lookup", {"tokens": TOKENS, "model_name": "a/model"})[1]["spaces"] == found
     assert http.ask("POST", "/lookup", {"tokens": TOKENS, "model_name": "another"})[1]["spaces"] == []
     assert http.ask("GET", "/status")[1]["models"] == models
+
+
+def test_what_is_deleted_before_the_scan_has_come_to_it_stays_away(restarted, tmp_path):
+    """B332: with the prompts that went on from it, and no other, in RAM and on disk."""
+    from qkvault.sdk import kvcache
+
+    server, _ = restarted(GATED_SCAN)
+    with kvcache.connect(server.address) as context:
+        context.delete(TOKENS, start=64)
+        assert context._client.status().is_scanning
+        (tmp_path / "go").touch()
+        deadline = time.monotonic() + 30
+        while (status := context._client.status()).is_scanning or status.num_jobs:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert context.lookup(TOKENS) == 64
+        assert context.retrieve(TOKENS).num_tokens == 64
+        folders = {space.space_id.hex() for space in context.geometry.spaces}
+    files = [path for path in (tmp_path / "disk").rglob("*.qkv") if path.parent.parent.name in folders]
+    assert len(files) == len(folders) == 2
+    assert len(list((tmp_path / "disk").rglob("*.qkv"))) == 2 + 6

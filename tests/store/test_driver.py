@@ -290,6 +290,23 @@ class TestScans:
         assert find(client, "aabb").lease_id == 0
         assert tier.inner.images == {}
 
+    def test_what_is_forgotten_is_removed_when_the_scan_comes_to_it(self, start, monkeypatch):
+        """B332: and is not found by key before; what is left of it is whole."""
+        monkeypatch.setattr("qkvault.store.scan._MAX_EARLY", 1)
+        tier = Gated(filled("aabbcc", "aabbxx", "zz"))
+        driver = start(tier)
+        client = connect(driver)
+        assert tier.is_scanning.wait(WAIT_SECONDS)
+        chunks = prompt("aabb")
+        client.forget(chunks[0].key, chunks[1].key)
+        for word in ("aabb", "aabbcc", "aabbxx"):
+            located = client.wait(find(client, word), WAIT_SECONDS, time.monotonic)
+            assert read(client, located, word) == 32
+            client.release(located.lease_id)
+        tier.gate.set()
+        assert driver.drain(WAIT_SECONDS)
+        assert sorted(tier.inner.images) == sorted(prompt(word)[0].key for word in ("aa", "zz"))
+
     def test_spaces_in_a_tier_are_known_from_the_start(self, start):
         """B330: before those that an engine describes; what does not describe its own chunk is not believed."""
         spaces = [described(name) for name in ("one", "two", "three")]

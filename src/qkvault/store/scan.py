@@ -35,6 +35,8 @@ class Scan:
         self._num_left = len(self._each)  # tiers that are not scanned to the end
         self._is_sampled = threading.Event()
         self.is_given_up = False
+        if not self._each:
+            manager.forgotten.end()
 
     @property
     def is_over(self) -> bool:
@@ -59,6 +61,8 @@ class Scan:
                 _log.exception("scan_failed", tier=tier.name)
             with self._changed:
                 self._num_left -= 1
+                if self.is_over:
+                    self._manager.forgotten.end()
                 self._changed.notify_all()
 
     def wait_sampled(self, timeout_seconds: float) -> None:
@@ -79,8 +83,9 @@ class Scan:
                 _log.exception("find_failed", tier=tier.name)
                 continue
             with self._changed:
-                self._manager.adopt(book, found)
-                self._after_change()
+                if not self.is_over:  # else all was adopted that is still there
+                    self._manager.adopt(book, found)
+                    self._after_change()
 
     def _read(self, book: TierBook, tier: Tier) -> None:
         for batch in tier.scan():

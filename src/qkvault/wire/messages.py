@@ -148,7 +148,7 @@ class Forget(Request, frozen=True):
     """Forget the chunks ``keys`` of one chain, of which the first hangs on ``parent``, and all that hangs on them.
 
     Also chunks behind the last of them that hold ``tail`` or begin it. Those before, and what holds more than ``tail``,
-    stay. Answer: ``Done`` with how many chunks are to go.
+    stay. Answer: ``Done`` with how many chunks are to go, without those that a scan of a tier has yet to find.
     """
 
     parent: Key
