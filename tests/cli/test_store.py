@@ -100,6 +100,14 @@ class TestStatus:
         assert [model["model_name"] for model in found["models"]] == ["a/model"]
         assert found["instances"][0]["instance_id"] == "engine"
 
+    def test_what_others_wrote_does_not_steer_the_terminal(self, engine, server):
+        """B333: an instance may call itself what it likes."""
+        server.connect("other").register(Instance("\x1b[2Jgone\r\n", "worker", "a/model"))
+        for command in (["status"], ["top", "--once"]):
+            text = run(*command)
+            assert "?[2Jgone??" in text
+            assert "\x1b" not in text
+
     @pytest.mark.parametrize("command", [["status"], ["lookup", "1"], ["clear"], ["freeze", "on"], ["hot-cache", "off"],
                                          ["top", "--once"]])  # fmt: skip
     def test_without_a_server_it_says_what_to_do(self, command):

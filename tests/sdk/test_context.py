@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from qkvault import embedded
 from qkvault.config import Config
@@ -306,10 +307,15 @@ class TestChoice:
         with pytest.raises(ConfigError, match=r"ranks \[1\] of 2 of m "):
             connect(here, spaces=make_spaces(ranks=2)[:1])
 
+    def test_a_world_of_any_size_is_an_error_in_no_time(self, here, make_spaces):
+        """B298, B333: whoever describes a space may say any number."""
+        (described,) = make_spaces()
+        described = replace(described, space=replace(described.space, world_size=(1 << 32) - 1))
+        with pytest.raises(ConfigError, match=r"ranks \[1, 2, 3, .*, 16\] of 4294967295"):
+            connect(here, spaces=[described])
+
     def test_pages_that_cannot_be_seen_into_are_refused(self, here, make_spaces):
         """B298."""
-        from msgspec.structs import replace
-
         (described,) = make_spaces()
         with pytest.raises(LayoutMismatch):
             connect(here, spaces=[replace(described, layout=replace(described.layout, opaque=True))])
@@ -323,8 +329,6 @@ class TestChoice:
 
     def test_keys_of_this_process_only_are_for_a_store_of_this_process(self, here, place, open_context, make_spaces):
         """B298: the builtin hash is refused where others could not follow."""
-        from msgspec.structs import replace
-
         (described,) = make_spaces()
         described = replace(described, space=replace(described.space, hash_algorithm="builtin"))
         context = open_context(place, spaces=[described])

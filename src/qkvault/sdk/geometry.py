@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import islice
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -12,6 +13,8 @@ from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
 from qkvault.spaces import SpaceDescription
 from qkvault.types import CacheKind
+
+_MAX_TOLD: Final = 16  # ranks that an error names
 
 
 class Geometry(NamedTuple):
@@ -57,7 +60,7 @@ def choose(
         msg = f"{len(found) or 'no'} models fit {what}: {hint}. The store knows {have}"
         raise ConfigError(msg)
     ((space, ranks),) = found.items()
-    if missing := sorted(set(range(space.world_size)) - set(ranks)):
+    if missing := list(islice((rank for rank in range(space.world_size) if rank not in ranks), _MAX_TOLD)):
         msg = f"ranks {missing} of {space.world_size} of {_told(space)} are not known: neither connected nor on disk"
         raise ConfigError(msg)
     layout = ranks[0].layout

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 from qkvault.logs import get_logger
-from qkvault.spaces import describes
+from qkvault.spaces import space_id_of
 from qkvault.store.manager import StorageManager
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
-from qkvault.types import KEY_BYTES
+from qkvault.types import KEY_BYTES, SPACE_BYTES
 
 _MAX_EARLY: Final = 256  # keys that one request asks tiers for while they are scanned: some 20 ms of small reads
 _log = get_logger("store")
@@ -52,7 +53,7 @@ class Scan:
                 _log.exception("sample_failed", tier=tier.name)
                 continue
             with self._changed:
-                on_spaces([chunk.space for chunk in sample if describes(chunk.space, chunk.key)])
+                on_spaces([found.space for found in sample if space_id_of(found.space) == found.key[:SPACE_BYTES]])
         self._is_sampled.set()
         for book, tier in self._each:
             try:
@@ -72,13 +73,14 @@ class Scan:
 
     def find_early(self, keys: bytes) -> None:
         """Ask the tiers for the first of ``keys`` that are not known. Blocks for a small read each."""
-        each = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
         index = self._manager.index
         with self._changed:
-            unknown = [key for key in each if (entry := index.get(key)) is None or not entry.is_somewhere]
+            unknown = (key for key in each if (entry := index.get(key)) is None or not entry.is_somewhere)
+            wanted = list(islice(unknown, _MAX_EARLY))
         for book, tier in self._each:
             try:
-                found = tier.find(unknown[:_MAX_EARLY]) if unknown else []
+                found = tier.find(wanted) if wanted else []
             except Exception:  # thread top: a hint is not worth the request
                 _log.exception("find_failed", tier=tier.name)
                 continue

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from qkvault.spaces import space_id_of
 from qkvault.wire.messages import Instance, InstanceStatus
 
 _MAX_SPACES: Final = 256  # descriptions that are remembered, of a few hundred bytes each
@@ -61,11 +62,15 @@ class Sessions:
         return session
 
     def register(self, session: Session, instance: Instance) -> None:
-        """``session`` is that instance from now on. What it says of its spaces is remembered when it has gone."""
+        """``session`` is that instance from now on. What it says of its spaces is remembered when it has gone.
+
+        What cannot be read, of another version or no description at all, is not.
+        """
         session.instance = instance
-        for space in instance.spaces:
+        readable = [space for space in instance.spaces if space_id_of(space) is not None]
+        for space in readable:
             self._spaces.pop(space, None)
-        self._remember([*self._spaces, *instance.spaces])
+        self._remember([*self._spaces, *readable])
 
     def found(self, spaces: Iterable[bytes]) -> None:
         """Tiers hold chunks of ``spaces`` from before: they count as described before all others."""
