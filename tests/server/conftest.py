@@ -107,6 +107,30 @@ def connect():
 
 
 @pytest.fixture
+def memory_group():
+    """Makes a control group below ours with a memory limit; removed after the test. Skips where that is not allowed."""
+    made = []
+
+    def make(limit_bytes):
+        own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+        top, name = Path("/sys/fs/cgroup"), "memory.max"
+        if "memory" in own:
+            top, name = top / "memory", "memory.limit_in_bytes"
+        group = top / own.get("memory", own.get("", "/")).lstrip("/") / f"qkvault-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            made.append(group)
+            (group / name).write_text(str(limit_bytes))
+        except OSError as error:
+            pytest.skip(f"no control group of our own: {error}")
+        return group
+
+    yield make
+    for group in made:
+        group.rmdir()
+
+
+@pytest.fixture
 def make_server(tmp_path):
     """Makes servers in this process, with the given settings. They listen at ``tmp_path/s`` unless told otherwise."""
     with ExitStack() as stack:
