@@ -103,7 +103,7 @@ class TestRoundTrip:
         (described,) = make_spaces(dtype="bfloat16")
         fake = FakeEngine(described.layout, 16)
         store = embedded.find(here.instance_id)
-        metadata = EngineMetadata(model_name="m", model_fingerprint="w", layout=described.layout)
+        metadata = EngineMetadata(model_name="m", model_fingerprint="f", layout=described.layout)
         engine = CacheEngine(Config(chunk_size=64), metadata, fake.tensors, store.connect("engine"))
         engine.store(TOKENS[:192], block_ids=(table := fake.prefill(TOKENS[:192])))
         context = open_context(here, spaces=[described])
@@ -287,7 +287,7 @@ class TestChoice:
             connect(place)
         with (
             connect(place, spaces=make_spaces(model="a")),
-            pytest.raises(ConfigError, match=r"no models fit query of a: .*The store knows a \(model_fingerprint w"),
+            pytest.raises(ConfigError, match=r"no models fit query of a: .*The store knows a \(model_fingerprint f"),
         ):
             connect(place, kind=CacheKind.QUERY, model="a")
 

@@ -11,9 +11,7 @@ import time
 
 import pytest
 
-from qkvault.keys import KeySpace
-from qkvault.layout import ChunkLayout
-from qkvault.spaces import SpaceDescription
+from qkvault.testing.spaces import described
 from qkvault.types import CacheKind
 
 torch = pytest.importorskip("torch", reason="the SDK works on tensors")
@@ -41,22 +39,12 @@ disk_listing.walk = walk_later
 """
 
 
-def spaces_of(kind=CacheKind.KV, model="a/model", ranks=2):
+def spaces_of(kind):
     """What the workers of an engine would describe."""
-    layout = ChunkLayout(
-        kind=kind, num_layers=2, num_heads=2, head_size=8, num_parts=2 if kind is CacheKind.KV else 1, dtype="float32",
-        block_size=16, chunk_size=64, order="LBHNPD",
-    )  # fmt: skip
     return [
-        SpaceDescription(
-            KeySpace(
-                model_name=model, model_fingerprint="w", world_size=ranks, worker_id=rank, dtype="float32", kind=kind,
-                chunk_size=64, tensors=layout.logical,
-            ),
-            layout,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+        described("a/model", kind=kind, num_layers=2, num_heads=2, chunk_size=64, world_size=2, worker_id=rank)
+        for rank in (0, 1)
+    ]
 
 
 @pytest.fixture

@@ -9,10 +9,8 @@ from contextlib import closing
 import pytest
 
 from qkvault.client import StoreClient
-from qkvault.keys import KeySpace
-from qkvault.layout import ChunkLayout
-from qkvault.spaces import SpaceDescription
 from qkvault.testing import DictTier, FakeClock, FaultyTier, LatencyTier, WrapperTier
+from qkvault.testing.spaces import described
 from qkvault.testing.transport_contract import (
     WAIT_SECONDS,
     find,
@@ -23,7 +21,7 @@ from qkvault.testing.transport_contract import (
     save,
 )
 from qkvault.tiers.base import Found
-from qkvault.types import CacheKind, ChunkRefs, Medium
+from qkvault.types import ChunkRefs, Medium
 from qkvault.wire import messages as m
 from qkvault.wire.inproc import InprocTransport
 
@@ -136,16 +134,6 @@ class Sampled(WrapperTier):
             Found(space.space.space_id + bytes(32), b"", b"", 0, 0, 0, space=description.encode())
             for space, description in self.each
         ]
-
-
-def described(model_name):
-    """A space of that model, with its layout."""
-    layout = ChunkLayout(
-        kind=CacheKind.KV, num_layers=1, num_heads=1, head_size=8, num_parts=2, dtype="float32", block_size=16,
-        chunk_size=32, order="LBHNPD",
-    )  # fmt: skip
-    space = KeySpace(model_name=model_name, model_fingerprint="f", dtype="float32", tensors=layout.logical)
-    return SpaceDescription(space, layout)
 
 
 class TestReading:

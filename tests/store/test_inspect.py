@@ -8,24 +8,17 @@ from contextlib import closing
 import pytest
 
 from qkvault.client import StoreClient
-from qkvault.keys import KeySpace
-from qkvault.layout import ChunkLayout
-from qkvault.spaces import SpaceDescription
 from qkvault.testing import DictTier
+from qkvault.testing.spaces import described
 from qkvault.testing.store_model import ROOT, checks_of, keys_of
 from qkvault.testing.transport_contract import CHUNK_SIZE, WAIT_SECONDS, find, make_driver, prompt, read, save
-from qkvault.types import CacheKind, Medium
+from qkvault.types import Medium
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.messages import Inspected, Instance
 
 
 def describe(model_name):
-    layout = ChunkLayout(
-        kind=CacheKind.KV, num_layers=1, num_heads=1, head_size=8, num_parts=2, dtype="float32", block_size=16,
-        chunk_size=32, order="LBHNPD",
-    )  # fmt: skip
-    space = KeySpace(model_name=model_name, model_fingerprint="f", dtype="float32", tensors=layout.logical)
-    return SpaceDescription(space, layout).encode()
+    return described(model_name).encode()
 
 
 @pytest.fixture
