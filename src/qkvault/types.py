@@ -25,6 +25,7 @@ TOKEN_BYTES: Final = 4  # a token id is an unsigned 32-bit little-endian integer
 SKETCH_BYTES: Final = 3  # bytes of a sketch for each grain: of a whole chunk 48, which a bytes object holds in 96
 OFFSET_BYTES: Final = 8  # bytes of an offset into the pool where many are packed
 GRAIN_TOKENS: Final = 16  # granularity of a chunk's sketch, hence the finest block a hit can end at
+TRANSFER_QUERY: Final = "transfer_query"  # a feature of stores: they take chunks of queries
 
 
 class CacheKind(str, Enum):
