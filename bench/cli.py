@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from bench import machine, report
 from bench.report import Screen
 from bench.samples import Row, Skip
@@ -100,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = settings_of(options)
     for name in [name for name in os.environ if name.startswith("QKVAULT_")]:
         del os.environ[name]  # a setting of somebody's shell is no part of a bench
+    torch.set_num_threads(1)  # in this process everybody copies with one core, as memcpy does; engines have their own
     benches: dict[str, list[Row]] = {}
     for name in chosen:
         run: Callable[[Settings, Screen], list[Row]] = importlib.import_module(BENCHES[name].module).run

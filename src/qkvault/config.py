@@ -21,7 +21,7 @@ from qkvault.address import EXPECTED, parse_address
 from qkvault.config_names import explain_unknown, nearest
 from qkvault.errors import ConfigError
 from qkvault.types import GRAIN_TOKENS
-from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_size
+from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_numbers, parse_size
 
 ENV_PREFIX: Final = "QKVAULT_"
 ENV_FILE: Final = "QKVAULT_CONFIG"
@@ -169,6 +169,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(description="ZeroMQ endpoint that missed events are asked for at.", examples=["tcp://127.0.0.1:5558"])
     ] = ""
     events_topic: Annotated[str, Meta(description="Topic of the events.")] = ""
+    transfer_intermediate_tensors: Annotated[
+        bool,
+        Meta(
+            description="Capture queries under vLLM and store them beside KV, of which they take some times the bytes."
+        ),
+    ] = False
+    q_requests: Annotated[
+        Literal["all", "asked"],
+        Meta(
+            description="Whose queries are captured: of all requests but those whose kv_transfer_params have "
+            "`qkvault.queries: false`, or only of those where it is true."
+        ),
+    ] = "all"
+    q_layers: Annotated[
+        str,
+        Meta(description="Numbers of the layers whose queries are captured, from 0. Empty: all.", examples=["0,8-11"]),
+    ] = ""
+    q_ring_blocks: Annotated[
+        int, Meta(ge=0, description="Blocks of the ring that queries are collected in. 0: by q_ring_depth.")
+    ] = 0
+    q_ring_depth: Annotated[int, Meta(ge=1, description="How many of the engine's largest steps that ring holds.")] = 2
     model_revision: Annotated[
         str, Meta(description="Generation of the weights, part of every key: change it after a weight update.")
     ] = ""
@@ -181,6 +202,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def is_shared(self) -> bool:
         """Whether other processes than this one, or a later one, read the keys."""
         return self.disk_path is not None or self.address is not None
+
+    @property
+    def query_layers(self) -> tuple[int, ...] | None:
+        """Numbers of the layers whose queries are captured, in order; None: all."""
+        return parse_numbers(self.q_layers) if self.q_layers else None
 
     def __post_init__(self) -> None:
         """Refuse what the types allow and the cache cannot do. Raises ConfigError."""
@@ -271,7 +297,7 @@ def _all_settings(
             yield _Setting(f"env {key}", key, key.removeprefix(ENV_PREFIX).lower(), text)
     for key, raw in vllm.items():
         if key.startswith(VLLM_PREFIX):
-            yield _Setting("vllm", key, key.removeprefix(VLLM_PREFIX), raw)
+            yield _Setting("vllm", key, key.removeprefix(VLLM_PREFIX).replace(".", "_"), raw)  # q.ring_blocks
         elif key.lower().startswith("qkvault"):
             msg = f"unknown setting {key!r} (vllm): write it as '{VLLM_PREFIX}<setting>'"
             raise ConfigError(msg)
@@ -300,7 +326,7 @@ def _read_file(path: Path, origin: str) -> Iterator[_Setting]:
         msg = f"{path} ({origin}) sets {', '.join(twice)} more than once"
         raise ConfigError(msg)
     for key, raw in settings.items():
-        yield _Setting(f"file {path}", str(key), str(key), raw)
+        yield _Setting(f"file {path}", str(key), str(key).replace(".", "_"), raw)
 
 
 def _coerce(name: str, raw: object) -> object:
@@ -347,6 +373,11 @@ def _problem(name: str, value: object) -> str:
         return "expected a plain path, without a scheme"
     if name == "address" and value is not None and not _is_address(text):
         return EXPECTED
+    if name == "q_layers" and text:
+        try:
+            parse_numbers(text)
+        except ValueError as error:
+            return str(error)
     return ""
 
 

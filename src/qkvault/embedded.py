@@ -19,6 +19,7 @@ from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
+from qkvault.types import TRANSFER_QUERY
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbeddedStore", "acquire", "find", "open_driver", "publish", "release", "socket_address"]
 
-_PLAIN: Final = Traits()
+_PLAIN: Final = Traits(features=(TRANSFER_QUERY,))
 _lock: Final = threading.Lock()
 _stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id
 

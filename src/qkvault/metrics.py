@@ -28,6 +28,9 @@ INSTANCE: Final = "instance_id"
 TIERS: Final = ("disk",)
 REMOVAL_REASONS: Final = ("evicted", "cleared", "forgotten", "superseded", "cooled", "absent", "corrupt")
 FAILURE_REASONS: Final = ("absent", "corrupt", "unavailable")
+DROP_REASONS: Final = (  # of queries; a test holds them against qkvault.capture, a layer above
+    "not_computed", "ring_full", "bad_blocks", "row_missing", "layer_missing", "ended", "no_room", "not_stored",
+)  # fmt: skip
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -72,6 +75,14 @@ def _of_media(field: str, help_text: str) -> Metric:
 def _of_status(field: str, help_text: str) -> Metric:
     name = field.removeprefix("num_").removeprefix("is_")
     return Metric(f"qkvault_store_{name}", "gauge", help_text, f"status.{field}")
+
+
+def _of_queries(source: str, help_text: str, **labels: Labels) -> Metric:
+    return Metric(f"qkvault_query_{source}_total", "counter", help_text, source, labels)
+
+
+def _of_ring(source: str, help_text: str) -> Metric:
+    return Metric(f"qkvault_query_{source}", "gauge", help_text, source)
 
 
 ENGINE_METRICS: Final = (
@@ -122,6 +133,15 @@ STORE_METRICS: Final = (
     _of_store("loaded_chunks", "Chunks that came up from a tier.", "loaded", tier=TIERS),
     _of_store("loaded_bytes", "Bytes that came up from a tier.", "loaded_bytes", tier=TIERS),
     _of_store("failed_chunks", "Chunks that a tier failed on.", "failed", tier=TIERS, reason=FAILURE_REASONS),
+)
+
+QUERY_METRICS: Final = (
+    _of_queries("chunks", "Chunks of queries, by what became of them.", outcome=("captured", "stored", "present")),
+    _of_queries("dropped_chunks", "Chunks whose queries are not stored.", reason=DROP_REASONS),
+    _of_queries("faults", "Steps that were not captured because of a fault: a bug if not 0."),
+    _of_ring("ring_bytes", "Size of the ring that queries are collected in."),
+    _of_ring("ring_blocks", "Blocks of the ring."),
+    _of_ring("ring_free_blocks", "Blocks of the ring that are free."),
 )
 
 UP: Final = Metric(
@@ -235,7 +255,8 @@ class MetricsExporter:
 
 def metrics_markdown() -> str:
     """The page docs/metrics.md."""
-    return _PAGE.format(engine=_table(ENGINE_METRICS), store=_table((UP, *STORE_METRICS)))
+    tables = {"engine": ENGINE_METRICS, "queries": QUERY_METRICS, "store": (UP, *STORE_METRICS)}
+    return _PAGE.format(**{name: _table(metrics) for name, metrics in tables.items()})
 
 
 def _table(metrics: tuple[Metric, ...]) -> str:
@@ -274,6 +295,14 @@ and the rate of a stage in bytes a second is
 | name | kind | labels | number | meaning |
 |---|---|---|---|---|
 {engine}
+
+## Captured queries: chunks
+
+In vLLM's `/metrics`, while queries are captured.
+
+| name | kind | labels | number | meaning |
+|---|---|---|---|---|
+{queries}
 
 ## The store: chunks
 

@@ -27,6 +27,7 @@ SKETCH_BYTES: Final = 3  # bytes of a sketch for each grain: of a whole chunk 48
 OFFSET_BYTES: Final = 8  # bytes of an offset into the pool where many are packed
 MAX_CHUNK_TOKENS: Final = 1 << 18  # of one chunk
 GRAIN_TOKENS: Final = 16  # granularity of a chunk's sketch, hence the finest block a hit can end at
+TRANSFER_QUERY: Final = "transfer_query"  # a feature of stores: they take chunks of queries
 
 
 # What a message may hold at most; checked where one is read.

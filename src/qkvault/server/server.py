@@ -15,7 +15,7 @@ from qkvault.embedded import open_driver, publish
 from qkvault.errors import ConfigError
 from qkvault.server.places import http_place, require_free, require_sound, server_tls, store_places
 from qkvault.store.driver import Traits
-from qkvault.types import CacheKind
+from qkvault.types import TRANSFER_QUERY, CacheKind
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
@@ -110,7 +110,7 @@ def _traits(loaded: Loaded) -> Traits:
     config = loaded.config
     kinds = [kind.value for kind in CacheKind]
     return Traits(
-        features=(*kinds, "ram", *(["disk"] if config.disk_path is not None else [])),
+        features=(*kinds, TRANSFER_QUERY, "ram", *(["disk"] if config.disk_path is not None else [])),
         chunk_size=config.chunk_size,
         hash_algorithm=config.hash_algorithm,
         version=qkvault.__version__,
