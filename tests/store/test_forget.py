@@ -164,7 +164,7 @@ class TestWhileScanning:
     @pytest.mark.parametrize("is_all", [False, True])
     def test_of_very_much_that_is_forgotten_all_of_the_space_is(self, make_desk, monkeypatch, is_all):
         """B332: what is remembered meanwhile is bounded; other spaces lose nothing, unless there are very many."""
-        monkeypatch.setattr("qkvault.store.forgotten._MAX_KEYS", 10)
+        monkeypatch.setattr("qkvault.store.forgotten._MAX_BYTES", 10 * 128)
         monkeypatch.setattr("qkvault.store.forgotten._MAX_SPACES", 0 if is_all else 10)
         desk = make_desk(caps=(8,))
         self.put(desk, "aa")
@@ -177,6 +177,23 @@ class TestWhileScanning:
         self.scan(desk, "bb")
         desk.end_jobs()
         desk.assert_cache(disk="" if is_all else "aa")
+
+    def test_of_very_long_tails_too(self, make_desk, monkeypatch):
+        """B332."""
+        monkeypatch.setattr("qkvault.store.forgotten._MAX_BYTES", 1000)
+        desk = make_desk(caps=(8,))
+        self.put(desk, "aa", "bbb")
+        self.scan(desk, "aa")
+        for _ in range(10):  # of the same as little as of one
+            desk.store.forget(ROOT, b"", bytes(64))
+        self.scan(desk, "bbb")
+        desk.end_jobs()
+        desk.assert_cache(disk="aa bbb")
+        desk.store.forget(ROOT, b"", bytes(64 * 300))
+        self.put(desk, "cc")
+        self.scan(desk, "cc")
+        desk.end_jobs()
+        desk.assert_cache(disk="aa bbb")
 
     def test_when_all_is_scanned_nothing_is_remembered(self, make_desk):
         """B332."""

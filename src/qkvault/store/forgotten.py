@@ -12,7 +12,8 @@ from typing import Final
 from qkvault.tiers.base import Found
 from qkvault.types import SPACE_BYTES
 
-_MAX_KEYS: Final = 1 << 18  # of some 100 bytes each; of more, all of their spaces is forgotten
+_MAX_BYTES: Final = 32 << 20  # that this may take; instead of more, all of their spaces is forgotten
+_ENTRY_BYTES: Final = 128  # a key in a set, or an entry of a dict, about
 _MAX_SPACES: Final = 1 << 12  # of more, everything is
 
 
@@ -26,6 +27,7 @@ class Forgotten:
         self._spaces: set[bytes] = set()
         self._keys: set[bytes] = set()
         self._tails: dict[bytes, set[bytes]] = {}  # key of the chunk before -> sketches
+        self._tail_bytes = 0
 
     def add_all(self, spaces: Collection[bytes] = ()) -> None:
         """Everything is forgotten, or all of some ``spaces``."""
@@ -41,8 +43,9 @@ class Forgotten:
 
     def add_tail(self, parent: bytes, sketch: bytes) -> None:
         """What hangs on ``parent`` and holds the tokens that ``sketch`` tells, or the first of them, is forgotten."""
-        if self._is_on and sketch:
-            self._tails.setdefault(parent, set()).add(sketch)
+        if self._is_on and sketch and sketch not in (known := self._tails.setdefault(parent, set())):
+            known.add(sketch)
+            self._tail_bytes += _ENTRY_BYTES + len(sketch)
             self._bound()
 
     def inherits(self, key: bytes, parent: bytes) -> bool:
@@ -64,10 +67,10 @@ class Forgotten:
     def end(self) -> None:
         """All was found: nothing needs to be known any more."""
         self._is_on = self._is_all = False
-        self._spaces, self._keys, self._tails = set(), set(), {}
+        self._spaces, self._keys, self._tails, self._tail_bytes = set(), set(), {}, 0
 
     def _bound(self) -> None:
         # Whoever forgets so much during one scan loses what else the scan would find of these spaces.
-        if len(self._keys) + sum(map(len, self._tails.values())) > _MAX_KEYS:
+        if len(self._keys) * _ENTRY_BYTES + self._tail_bytes > _MAX_BYTES:
             self.add_all({key[:SPACE_BYTES] for key in (*self._keys, *self._tails)})
-            self._keys, self._tails = set(), {}
+            self._keys, self._tails, self._tail_bytes = set(), {}, 0
