@@ -76,7 +76,7 @@ class Session(NamedTuple):
 
 
 @contextmanager
-def session(model: Path, log: TextIO, *, dtype: str = "float32") -> Iterator[Session]:
+def session(model: Path, log: TextIO | None = None, *, dtype: str = "float32") -> Iterator[Session]:
     """A life of vLLM that captures the queries of all requests. Raises EngineDied."""
     settings = {"model": str(model), "dtype": dtype, "extra": CAPTURE | SMALL_CHUNKS}
     with life(settings, log) as ask, attached(ask, model) as session:

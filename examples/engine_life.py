@@ -142,7 +142,7 @@ Ask = Callable[[dict[str, object]], Answer]  # an order, as ``ask`` takes it
 
 
 @contextlib.contextmanager
-def life(settings: dict[str, object], log: TextIO) -> Iterator[Ask]:
+def life(settings: dict[str, object], log: TextIO | None = None) -> Iterator[Ask]:
     """A process of vLLM that answers. At the end it is shut down, so that all it stored is on disk.
 
     ``settings`` are ``model``, ``dtype``, and ``extra``: those of the connector. Raises EngineDied.
@@ -155,7 +155,12 @@ def life(settings: dict[str, object], log: TextIO) -> Iterator[Ask]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": subprocess.STDOUT, "pass_fds": [writing]}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": log or subprocess.DEVNULL,
+        "stderr": subprocess.STDOUT,
+        "pass_fds": [writing],
+    }
     with os.fdopen(reading) as answers, subprocess.Popen(command, text=True, env=environment, **pipes) as process:
         os.close(writing)
 

@@ -98,7 +98,7 @@ def test_the_time_to_the_first_token_is_measured(tmp_path, model_path):
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_cost_of_capture_is_measured_and_nothing_is_dropped(tmp_path, model_path):
-    """B395: capture of a cold prompt beside the same engine without it, and every chunk of it stored."""
+    """B384: capture of a cold prompt beside the same engine without it, and every chunk of it stored."""
     arguments = ["--only", "capture", "--engine", "inproc", "--model", str(model_path), "--dtype", "float32"]
     found = bench(tmp_path, "e2e", *arguments)
     assert not found["skipped"], found["skipped"]
