@@ -146,7 +146,7 @@ def compared_table(compared: Sequence[Compared]) -> Table:
         caption=(
             f"Mean over the answer's tokens and over questions; at random: over {num_seeds} draws as well. In each way "
             "equally many of the prompt's tokens stay, its first ones too. Closer: questions for which the half "
-            "by score is closer than a random one is on average. The answer's own token is still the likeliest for "
+            "by score is closer than a random one on average. The answer's own token is still the likeliest for "
             f"{same[SCORE]:.0%} by score, {same[RANDOM]:.0%} at random, {same['']:.0%} with the whole document."
         ),
         title_justify="left",

@@ -89,7 +89,7 @@ def draw(read: Read, kept: list[int], question: str, answer: str, picture: Path)
         read.prompt, answer_attention(read), kept, title=question, subtitle=f"The answer was: {answer}"
     )
     picture.parent.mkdir(parents=True, exist_ok=True)
-    image.save(picture)
+    image.quantize(128).save(picture, optimize=True)
 
 
 def problems(story: Story) -> Iterator[str]:

@@ -104,6 +104,7 @@ def test_the_notebook_runs(model_path):
 
 
 def test_the_notebook_has_no_outputs():
+    """B383."""
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     ids = [cell["id"] for cell in notebook["cells"]]
