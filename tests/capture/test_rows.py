@@ -74,6 +74,12 @@ class Rig:
             self.reclaimable += whole.ring_block_ids
         return taken
 
+    def end_last(self, steps, live) -> None:
+        """Requests whose last step has run give their blocks back."""
+        for step in steps:
+            if step.is_last:
+                self.scheduler.free += live.pop(step.request_id).table
+
     def check(self) -> None:
         self.ring.check()
         held = self.collector.num_blocks + len(self.reclaimable)
@@ -328,7 +334,7 @@ def test_any_traffic_is_attributed_right(new_rig, items_of, seed, num_blocks, is
             name = f"r{count}"
             count += 1
             live[name] = rig.scheduler.add(name, [], rng.choice([0, 0, 4, 8, 12]))
-        steps, lasts, ended = [], [], []
+        steps, lasts = [], []
         for name, request in list(live.items()):
             chance = rng.random()
             if chance < 0.08 or request.num_computed > 40:
@@ -349,13 +355,10 @@ def test_any_traffic_is_attributed_right(new_rig, items_of, seed, num_blocks, is
                 step = rig.scheduler.schedule(
                     request, rng.choice([1, 1, 2, 7, 8, 13]), items_of(name, 9, CHUNK), num_drafts
                 )
-                is_last = rng.random() < 0.1
-                steps.append(step._replace(is_last=is_last))
-                if is_last:
-                    ended.append(live.pop(name))
+                steps.append(step._replace(is_last=rng.random() < 0.1))
         rig.run(lasts, rows=[], verifies=not is_late)
         rig.run(steps, verifies=not is_late or rng.random() < 0.4)
-        rig.scheduler.free += [block_id for request in ended for block_id in request.table]
+        rig.end_last(steps, live)
         rig.take()
         if rng.random() < 0.7:
             rig.reclaim()
