@@ -255,10 +255,27 @@ class TestStoring:
         ):
             with pytest.raises(ValueError, match=r"wanted, got|the tensors go to token"):
                 context.store(wrong, TOKENS)
-        with pytest.raises(ValueError, match="layers are numbered from 0 to 1"):
+        with pytest.raises(ValueError, match=r"layers \[2\] are wanted, there are \[0, 1\]"):
             context.retrieve(TOKENS, layers=[2])
         with pytest.raises(ValueError, match="alike"):
             context.store([torch.zeros(1), torch.zeros(1)], TOKENS)
+
+    def test_layers_have_the_models_numbers(self, here, open_context, make_spaces, make_parts):
+        """B355: of a space of layers 1 and 3 those are asked for, told and stored, and no row is taken for a number."""
+        (spaces,) = make_spaces(kind=CacheKind.QUERY)
+        spaces = replace(spaces, space=replace(spaces.space, tensors=spaces.space.tensors + ":1,3"))
+        context = open_context(here, kind=CacheKind.QUERY, spaces=[spaces])
+        parts = make_parts(64, parts=1)
+        assert context.store(parts, TOKENS).written_tokens == 64
+        found = context.retrieve(TOKENS)
+        assert found.layers == (1, 3)
+        assert context.store(found, TOKENS).present_tokens == 64
+        assert torch.equal(context.retrieve(TOKENS, layers=[3]).q[0], parts[0][1])
+        assert torch.equal(found.q[found.layer_row(1)], parts[0][0])
+        with pytest.raises(ValueError, match=r"layers \[0\] are wanted, there are \[1, 3\]"):
+            context.retrieve(TOKENS, layers=[0])
+        with pytest.raises(ValueError, match=r"of layers \[1, 3\] wanted, got .* of \[0, 1\]"):
+            context.store(CacheTensors.of(CacheKind.QUERY, parts), TOKENS)
 
     def test_a_prompt_is_deleted_from_a_token_on(self, place, open_context, make_spaces, make_parts):
         """B290: in all ranks."""

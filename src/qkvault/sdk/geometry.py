@@ -24,6 +24,12 @@ class Geometry(NamedTuple):
     layout: ChunkLayout  # of one rank
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """The model's numbers of the layers that are there, in order: where some are left out, the space names them."""
+        _, _, numbers = self.spaces[0].tensors.partition(":")
+        return tuple(map(int, numbers.split(","))) if numbers else tuple(range(self.layout.num_layers))
+
+    @property
     def num_heads(self) -> int:
         """Heads of all ranks."""
         return self.layout.num_heads * len(self.spaces)

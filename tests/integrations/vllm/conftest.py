@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,6 +113,18 @@ def toy_engine(toy, tiny_model) -> Iterator[Callable[..., object]]:
     yield start
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def new_traffic(toy) -> Callable[..., object]:
+    """Makes random traffic for a toy engine: ``Traffic`` of the module of that name."""
+    return partial(_sibling("toy_traffic").Traffic, toy)
+
+
+@pytest.fixture(scope="session")
+def toy_queries() -> ModuleType:
+    """The module of the toy engine's attention layers, whose queries are known."""
+    return _sibling("toy_queries")
 
 
 @pytest.fixture(autouse=True)

@@ -51,6 +51,8 @@ def query_geometry(vllm_config: VllmConfig, kv_layout: ChunkLayout, config: Conf
     if not config.transfer_intermediate_tensors:
         return None
     model, layers = vllm_config.model_config, config.query_layers
+    if layers == tuple(range(kv_layout.num_layers)):
+        layers = None
     layout = query_layout(
         kv_layout,
         num_layers=kv_layout.num_layers if layers is None else len(layers),
