@@ -55,6 +55,7 @@ def test_the_defaults_are_those():
         "chunk_size": 256,
         "hash_algorithm": "sha256",
         "ram_bytes": 5 * GIB,
+        "query_bytes": None,
         "cache_policy": "lru",
         "hot_cache": True,
         "start_frozen": False,
@@ -371,6 +372,18 @@ def test_a_cap_for_a_disk_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="there is no disk tier to cap"):
         Config(disk_bytes=GIB)
     assert load(env={"QKVAULT_DISK_BYTES": "1GB", "QKVAULT_DISK_PATH": "/data"}).config.disk_bytes == 10**9
+
+
+def test_queries_are_a_part_of_ram(write):
+    """B315: `query_bytes` is no more than `ram_bytes`; empty is the default again, and 0 is none."""
+    with pytest.raises(ConfigError, match="query_bytes=6442450944 is more than ram_bytes=5368709120"):
+        load(env={"QKVAULT_QUERY_BYTES": "6GiB"})
+    assert load(env={"QKVAULT_QUERY_BYTES": "2GiB"}).config.query_bytes == 2 * GIB
+    assert load(env={"QKVAULT_QUERY_BYTES": "0"}).config.query_bytes == 0
+    loaded = load(write("query_bytes: 1GiB\n"), env={"QKVAULT_QUERY_BYTES": ""})
+    assert (loaded.config.query_bytes, loaded.sources["query_bytes"]) == (None, "env QKVAULT_QUERY_BYTES")
+    assert refusal(env={"QKVAULT_QUERY_BYTES": "-1"}).startswith("QKVAULT_QUERY_BYTES='-1'")
+    assert refusal(cli={"query_bytes": -1}).startswith("query_bytes=-1 (cli): expected int >= 0")
 
 
 @pytest.mark.parametrize("path", ["file:///mnt/kv", "s3://bucket/kv", "://"])

@@ -17,7 +17,9 @@ from qkvault import embedded
 from qkvault.client import StoreClient
 from qkvault.config import Config
 from qkvault.errors import ConfigError
+from qkvault.testing.store_model import QUERY_ROOT, chunks_of, tokens_of
 from qkvault.testing.transport_contract import WAIT_SECONDS, find, read, save
+from qkvault.types import TRANSFER_QUERY, CacheKind
 from qkvault.wire.sockets import SocketTransport
 
 
@@ -128,7 +130,59 @@ class TestStarting:
         with closing(embedded.EmbeddedStore(msgspec.structs.replace(config, **settings))) as store:
             status = store.connect("test").status()
             assert (status.is_frozen, status.hot_cache) == (True, False)
-            assert type(store.driver.manager.room.policy).__name__ == "MruPolicy"
+            assert type(store.driver.manager.room.residents.policies[CacheKind.KV]).__name__ == "MruPolicy"
+
+
+def save_queries(client, word):
+    """Store the queries of a word, a chunk of two letters in 8 KiB each. Returns how many chunks were stored."""
+    tokens = tokens_of(1000 * ord(letter) + n for letter in word for n in range(16))
+    made = chunks_of(tokens, 32, root=QUERY_ROOT)
+    reserved = client.reserve([chunk.new() for chunk in made], CacheKind.QUERY)
+    for chunk, offset in zip(made, reserved.offsets, strict=True):
+        if offset >= 0:
+            chunk.write(client.pool.view(offset, chunk.new().image_bytes))
+    return client.commit(reserved.lease_id) if reserved.lease_id else 0
+
+
+class TestQueries:
+    @pytest.mark.parametrize(
+        ("setting", "quotas"), [(None, [1 << 18, 1 << 22]), (1 << 17, [1 << 17, 1 << 21]), (0, [0, 0])]
+    )
+    def test_a_share_of_ram_and_of_disk_is_for_queries(self, on_disk, setting, quotas):
+        """B315: what they take and what they may is in the status."""
+        with closing(embedded.EmbeddedStore(msgspec.structs.replace(on_disk, query_bytes=setting))) as store:
+            client = store.connect("test")
+            save(client, "aabb")
+            num_stored = save_queries(client, "aabb")
+            assert store.driver.drain(WAIT_SECONDS)
+            media = client.status().media
+            assert [medium.query_quota_bytes for medium in media] == quotas
+            assert [medium.query_used_bytes for medium in media] == [num_stored * 8192] * 2
+            assert [medium.used_bytes for medium in media] == [(2 + num_stored) * 8192] * 2
+            assert num_stored == (0 if setting == 0 else 2)
+
+    def test_queries_on_disk_are_queries_after_a_restart(self, on_disk):
+        """B313: they count to the quota, and those beyond it are removed, the oldest first."""
+        with closing(embedded.EmbeddedStore(on_disk)) as store:
+            save_queries(store.connect("test"), "aabbcc")
+            save(store.connect("test"), "xx")
+        for query_bytes, num_left in ((None, 3), (1 << 10, 2), (0, 0)):
+            with closing(embedded.EmbeddedStore(msgspec.structs.replace(on_disk, query_bytes=query_bytes))) as store:
+                assert store.driver.drain(WAIT_SECONDS)
+                disk = store.connect("test").status().media[1]
+                assert (disk.query_used_bytes, disk.num_chunks) == (num_left * 8192, num_left + 1)
+                store.driver.check()
+
+    @pytest.mark.parametrize(("setting", "is_there"), [(None, True), (1 << 17, True), (0, False)])
+    def test_a_store_says_whether_it_takes_queries(self, config, tmp_path, setting, is_there):
+        """B316: to whoever connects, like all else that he may want to know."""
+        config = msgspec.structs.replace(config, query_bytes=setting)
+        with closing(embedded.EmbeddedStore(config, shared=True)) as store:
+            store.serve(f"unix://{tmp_path}/s")
+            with closing(SocketTransport(f"unix://{tmp_path}/s", "test")) as transport:
+                assert (TRANSFER_QUERY in transport.welcome.features) is is_there
+                assert {"kv", "ram"} <= set(transport.welcome.features)
+                assert transport.welcome.chunk_size == config.chunk_size
 
 
 class TestServing:

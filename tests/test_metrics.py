@@ -18,7 +18,8 @@ from qkvault.types import Outcome
 from qkvault.wire.messages import Status, TierStatus
 
 CATALOGUE = (*ENGINE_METRICS, UP, *STORE_METRICS)
-RAM, DISK = TierStatus("ram", 1000, 10, 2, is_healthy=True), TierStatus("disk", 5000, 20, 4, is_healthy=False)
+RAM = TierStatus("ram", 1000, 10, 2, is_healthy=True, query_used_bytes=4, query_quota_bytes=250)
+DISK = TierStatus("disk", 5000, 20, 4, is_healthy=False)
 
 
 def a_status(**counters) -> Status:
@@ -132,7 +133,7 @@ def test_a_known_scenario_gives_exact_samples(exporter, monitor):
 
 
 def test_the_store_is_read_from_its_status():
-    """Gauges come from the fields of the status, counters from its dotted names, new labels included."""
+    """B315: gauges come from the fields of the status, counters from its dotted names, new labels included."""
     status = a_status(
         lookups=7,
         chunks_asked=30,
@@ -153,6 +154,8 @@ def test_the_store_is_read_from_its_status():
         "qkvault_store_medium_capacity_bytes{medium=disk}": 5000,
         "qkvault_store_medium_used_bytes{medium=ram}": 10,
         "qkvault_store_medium_used_bytes{medium=disk}": 20,
+        "qkvault_store_medium_query_used_bytes{medium=ram}": 4,
+        "qkvault_store_medium_query_quota_bytes{medium=ram}": 250,
         "qkvault_store_medium_chunks{medium=ram}": 2,
         "qkvault_store_medium_chunks{medium=disk}": 4,
         "qkvault_store_medium_healthy{medium=ram}": 1,

@@ -25,6 +25,7 @@ from bench.settings import Settings
 from qkvault.policies.lru import LruPolicy
 from qkvault.pool import Pool
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Found
 from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, Medium, NewChunk
@@ -74,8 +75,9 @@ class Full:
         self.num_keys = self.chains.num_chains * CHAIN
         ram_bytes = self.num_keys * IMAGE_BYTES if in_ram else 1 << 20
         self.pool = Pool(ram_bytes, name="qkvault-bench", prefault=False)
-        book = TierBook(0, "disk", Medium.DISK, 1 << 60, _same, LruPolicy())
-        self.store = StorageManager(self.pool, LruPolicy(), [] if in_ram else [book], lease_seconds=1e9)
+        book = TierBook(0, "disk", Medium.DISK, _same, Residents(LruPolicy, 1 << 60))
+        residents = Residents(LruPolicy, self.pool.capacity_bytes)
+        self.store = StorageManager(self.pool, residents, [] if in_ram else [book], lease_seconds=1e9)
         self.rng = np.random.default_rng(seed)
         for number in range(self.chains.num_chains):
             if in_ram:

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from msgspec.structs import replace
 
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
-from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, ChunkRef, Medium, NewChunk
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, CacheKind, ChunkRef, Medium, NewChunk
 from qkvault.wire import messages as m
 from qkvault.wire.transport import PoolView, Transport
 
@@ -142,9 +142,9 @@ class StoreClient:
         if lease_ids:
             self._ask(m.Release(lease_ids), m.Done)
 
-    def reserve(self, chunks: Sequence[NewChunk]) -> m.Reserved:
-        """Slots for new chunks: fewer than asked for when there is no room, never an error."""
-        return self._ask(m.Reserve(tuple(chunks)), m.Reserved)
+    def reserve(self, chunks: Sequence[NewChunk], kind: CacheKind = CacheKind.KV) -> m.Reserved:
+        """Slots for new chunks of one kind: fewer than asked for when there is no room, never an error."""
+        return self._ask(m.Reserve(tuple(chunks), kind), m.Reserved)
 
     def commit(self, lease_id: int, keys: Sequence[bytes] | None = None) -> int:
         """Publish the slots of a write lease. Returns how many were: 0 if the lease had run out."""

@@ -8,30 +8,24 @@ is a ConfigError that names the key, the value and where it came from.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Final, Literal, NamedTuple, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from qkvault.address import EXPECTED, parse_address
 from qkvault.config_names import explain_unknown, nearest
+from qkvault.config_sources import ENV_PREFIX, VLLM_PREFIX, Setting, all_settings
 from qkvault.errors import ConfigError
 from qkvault.types import GRAIN_TOKENS
 from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_numbers, parse_size
 
-ENV_PREFIX: Final = "QKVAULT_"
-ENV_FILE: Final = "QKVAULT_CONFIG"
-VLLM_PREFIX: Final = "qkvault."
 DEFAULT: Final = "default"
 SECRETS: Final = frozenset({"token"})  # settings that are not shown
 CACHE_POLICIES: Final = ("fifo", "lfu", "lru", "mru")  # a test holds them against qkvault.policies, a layer above
-
-# What Kubernetes puts into every container's environment for a Service called qkvault or qkvault-*.
-_SERVICE_LINK: Final = re.compile(r"QKVAULT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_\w+)?)")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +55,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ram_bytes: Annotated[int, Meta(ge=4096, description="Size of the pool in RAM.", examples=["8GiB", "500MB"])] = (
         5 * GIB
     )
+    query_bytes: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="At most so much of ram_bytes holds queries, and the same share of disk_bytes; they never push "
+            "out KV. 0: none are stored. Empty: a quarter.",
+            examples=["2GiB", "0"],
+        ),
+    ] = None
     cache_policy: Annotated[
         str,
         Meta(
@@ -218,6 +220,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.disk_path is None and self.disk_bytes != _FIELDS["disk_bytes"].default:
             msg = f"disk_bytes={self.disk_bytes} is set, and disk_path is not: there is no disk tier to cap"
             raise ConfigError(msg)
+        if self.query_bytes is not None and self.query_bytes > self.ram_bytes:
+            msg = f"query_bytes={self.query_bytes} is more than ram_bytes={self.ram_bytes}, of which it is a part"
+            raise ConfigError(msg)
         if self.lease_seconds < self.load_deadline_seconds:
             msg = (
                 f"lease_seconds={self.lease_seconds:g} is less than load_deadline_seconds="
@@ -239,13 +244,6 @@ class Loaded(msgspec.Struct, frozen=True):
         return {name: (value, self.sources[name]) for name, value in values.items()}
 
 
-class _Setting(NamedTuple):
-    source: str
-    key: str  # as the user wrote it
-    name: str  # the field it should be
-    raw: object
-
-
 _FIELDS: Final = {field.name: field for field in msgspec.structs.fields(Config)}
 
 
@@ -265,7 +263,7 @@ def load(
     environment = os.environ if env is None else env
     values: dict[str, object] = {}
     sources = dict.fromkeys(_FIELDS, DEFAULT)
-    for setting in _all_settings(path, environment, vllm or {}, cli or {}):
+    for setting in all_settings(path, environment, vllm or {}, cli or {}):
         if setting.name not in _FIELDS:
             msg = f"unknown setting {setting.key!r} ({setting.source}): {_explain(setting)}"
             raise ConfigError(msg)
@@ -281,54 +279,6 @@ def load(
     return Loaded(msgspec.convert(values, Config), sources)
 
 
-def _all_settings(
-    path: str | os.PathLike[str] | None,
-    environment: Mapping[str, str],
-    vllm: Mapping[str, object],
-    cli: Mapping[str, object],
-) -> Iterator[_Setting]:
-    """Every setting that somebody gave, the weakest source first."""
-    if path is not None:
-        yield from _read_file(Path(path), "given")
-    elif environment.get(ENV_FILE):
-        yield from _read_file(Path(environment[ENV_FILE]), f"from {ENV_FILE}")
-    for key, text in environment.items():
-        if key.startswith(ENV_PREFIX) and key != ENV_FILE and not _SERVICE_LINK.fullmatch(key):
-            yield _Setting(f"env {key}", key, key.removeprefix(ENV_PREFIX).lower(), text)
-    for key, raw in vllm.items():
-        if key.startswith(VLLM_PREFIX):
-            yield _Setting("vllm", key, key.removeprefix(VLLM_PREFIX).replace(".", "_"), raw)  # q.ring_blocks
-        elif key.lower().startswith("qkvault"):
-            msg = f"unknown setting {key!r} (vllm): write it as '{VLLM_PREFIX}<setting>'"
-            raise ConfigError(msg)
-    for key, raw in cli.items():
-        if raw is not None:
-            yield _Setting("cli", key, key, raw)
-
-
-def _read_file(path: Path, origin: str) -> Iterator[_Setting]:
-    import yaml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        settings = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date that does not exist
-        msg = f"cannot read the settings in {path} ({origin}): {' '.join(str(error).split())}"
-        raise ConfigError(msg) from error
-    if settings is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        msg = f"{path} ({origin}) holds no settings: expected lines of `name: value`"
-        raise ConfigError(msg)
-    written = [key.value for key, _ in root.value]
-    if twice := sorted({key for key in written if written.count(key) > 1}):
-        msg = f"{path} ({origin}) sets {', '.join(twice)} more than once"
-        raise ConfigError(msg)
-    for key, raw in settings.items():
-        yield _Setting(f"file {path}", str(key), str(key).replace(".", "_"), raw)
-
-
 def _coerce(name: str, raw: object) -> object:
     """``raw`` as the type of the field, read from text by the unit in its name. Raises ValueError: what is expected."""
     base = get_args(_FIELDS[name].type)[0]
@@ -336,22 +286,27 @@ def _coerce(name: str, raw: object) -> object:
     if base is bool:
         value = parse_bool(raw)
     elif isinstance(raw, str):
-        text = raw.strip()
-        if name.endswith("_bytes"):
-            value = parse_size(text)
-        elif name.endswith("_seconds"):
-            value = parse_duration(text)
-        elif base is int:
-            value = parse_int(text)
-        elif NoneType in get_args(base):
-            value = text or None
-        elif get_args(base) or (name == "cache_policy" and ":" not in text):
-            value = text.lower()
+        is_nothing = not raw.strip() and NoneType in get_args(base)
+        value = None if is_nothing else _read_text(name, base, raw)
     if name == "disk_path" and isinstance(value, str) and "://" not in value:
         value = str(Path(value).expanduser().absolute())
     if expected := _problem(name, value):
         raise ValueError(expected)
     return value
+
+
+def _read_text(name: str, base: object, raw: str) -> object:
+    """``raw`` as people write such a setting. Raises ValueError."""
+    text = raw.strip()
+    if name.endswith("_bytes"):
+        return parse_size(text)
+    if name.endswith("_seconds"):
+        return parse_duration(text)
+    if base is int:
+        return parse_int(text)
+    if NoneType in get_args(base):
+        return text
+    return text.lower() if get_args(base) or (name == "cache_policy" and ":" not in text) else raw
 
 
 def _problem(name: str, value: object) -> str:
@@ -389,7 +344,7 @@ def _is_address(text: str) -> bool:
     return where.is_unix or where.port > 0  # 0 is for servers that let the system choose
 
 
-def _explain(setting: _Setting) -> str:
+def _explain(setting: Setting) -> str:
     is_env = setting.source.startswith("env ")
     prefix = ENV_PREFIX if is_env else VLLM_PREFIX if setting.source == "vllm" else ""
     return explain_unknown(setting.name, {name: prefix + (name.upper() if is_env else name) for name in _FIELDS})

@@ -16,7 +16,8 @@ def schema_markdown() -> str:
     settings = []
     for name, field in ((field.name, field) for field in msgspec.structs.fields(Config)):
         meta = get_args(field.type)[1]
-        default = format_size(field.default) if name.endswith("_bytes") else str(field.default)
+        is_size = name.endswith("_bytes") and field.default is not None
+        default = format_size(field.default) if is_size else str(field.default)
         if isinstance(field.default, bool):
             default = default.lower()
         shown = f"`{default}`" if field.default not in {None, ""} else "empty"

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+import qkvault
 from qkvault.client import StoreClient
 from qkvault.config import Config
 from qkvault.connecting import socket_address
@@ -17,9 +18,10 @@ from qkvault.policies import POLICIES
 from qkvault.pool import Pool
 from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
-from qkvault.types import TRANSFER_QUERY
+from qkvault.types import TRANSFER_QUERY, CacheKind, Medium
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbeddedStore", "acquire", "find", "open_driver", "publish", "release", "socket_address"]
 
-_PLAIN: Final = Traits(features=(TRANSFER_QUERY,))
 _lock: Final = threading.Lock()
 _stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id
 
@@ -73,8 +74,8 @@ class EmbeddedStore:
         self.driver.close(purge=not self.config.disk_keep)
 
 
-def open_driver(config: Config, *, shared: bool, traits: Traits = _PLAIN) -> StoreDriver:
-    """A running store as the settings want it: pool, tiers and driver. ``traits`` is what it tells its clients.
+def open_driver(config: Config, *, shared: bool) -> StoreDriver:
+    """A running store as the settings want it: pool, tiers and driver.
 
     Raises ConfigError, leaving nothing behind.
     """
@@ -87,12 +88,19 @@ def open_driver(config: Config, *, shared: bool, traits: Traits = _PLAIN) -> Sto
             tier.close()
         raise
     books = [
-        TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, policy())
+        TierBook(
+            number,
+            tier.name,
+            tier.medium,
+            tier.stored_bytes,
+            Residents(policy, tier.capacity_bytes, _query_bytes(config, tier)),
+        )
         for number, tier in enumerate(tiers)
     ]
-    manager = StorageManager(pool, policy(), books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
+    residents = Residents(policy, pool.capacity_bytes, config.query_bytes)
+    manager = StorageManager(pool, residents, books, lease_seconds=config.lease_seconds, hot_cache=config.hot_cache)
     manager.is_frozen = config.start_frozen
-    return StoreDriver(manager, tiers, traits=traits)
+    return StoreDriver(manager, tiers, traits=_traits(config))
 
 
 def acquire(config: Config, *, shared: bool = False) -> EmbeddedStore:
@@ -144,3 +152,23 @@ def _open_tiers(config: Config) -> list[Tier]:
     from qkvault.tiers.disk import DiskTier  # only when it is chosen
 
     return [DiskTier(config.disk_path, config.disk_bytes, workers=config.disk_workers, direct_io=config.disk_direct_io)]
+
+
+def _query_bytes(config: Config, tier: Tier) -> int | None:
+    """How much of ``tier`` may hold queries: the same share as of RAM. None: the store's own default."""
+    return None if config.query_bytes is None else tier.capacity_bytes * config.query_bytes // config.ram_bytes
+
+
+def _traits(config: Config) -> Traits:
+    """What the store tells its clients."""
+    features = [*(kind.value for kind in CacheKind), Medium.RAM.value]
+    features += [Medium.DISK.value] * (config.disk_path is not None)
+    features += [TRANSFER_QUERY] * (config.query_bytes != 0)
+    return Traits(
+        features=tuple(features),
+        chunk_size=config.chunk_size,
+        hash_algorithm=config.hash_algorithm,
+        version=qkvault.__version__,
+        reap_timeout_seconds=config.reap_timeout_seconds,
+        registration_grace_seconds=config.registration_grace_seconds,
+    )

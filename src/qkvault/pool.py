@@ -105,8 +105,8 @@ class Pool:
         self.used_bytes += size
         return offset
 
-    def free(self, offset: int) -> None:
-        """Give a slot back. Raises InvariantError if there is no slot at ``offset`` (so also when freed twice)."""
+    def free(self, offset: int) -> int:
+        """Give a slot back; returns its bytes. Raises InvariantError if none is at ``offset``, as when freed twice."""
         page, rest = divmod(offset, ALIGNMENT_BYTES)
         size = self._pages[page] * ALIGNMENT_BYTES if not rest and 0 <= page < len(self._pages) else 0
         if not size:
@@ -122,6 +122,7 @@ class Pool:
             self._remove_free(end, after_bytes)
             end += after_bytes
         self._add_free(start, end - start)
+        return size
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """The bytes ``[offset, offset + num_bytes)``. The caller holds a lease on the slot there."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
-from qkvault.types import SpaceId
+from qkvault.types import CacheKind, SpaceId
 
 
 class SpaceDescription(msgspec.Struct, frozen=True):
@@ -35,3 +37,20 @@ def space_id_of(description: bytes) -> SpaceId | None:
         return SpaceDescription.decode(description).space.space_id
     except ValueError:
         return None
+
+
+class _Kind(msgspec.Struct):
+    kind: CacheKind
+
+
+class _Told(msgspec.Struct):
+    space: _Kind
+
+
+@lru_cache(maxsize=256)
+def kind_in(description: bytes) -> CacheKind:
+    """The kind of tensor that a chunk's header tells, also one of a later version; KV if it tells none."""
+    try:
+        return msgspec.msgpack.decode(description, type=_Told).space.kind
+    except (msgspec.MsgspecError, RecursionError):
+        return CacheKind.KV

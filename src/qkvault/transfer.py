@@ -139,7 +139,7 @@ class Transfer:
 
     def _save_part(self, items: Sequence[SaveItem]) -> SaveReport:
         with self._stats.stage("put"):
-            reserved = self.client.reserve([self._new_chunk(item) for item in items])
+            reserved = self.client.reserve([self._new_chunk(item) for item in items], self.layout.kind)
         if not reserved.lease_id:
             return SaveReport(reserved.outcomes, 0)
         started_seconds = self._stats.clock()

@@ -27,7 +27,7 @@ SKETCH_BYTES: Final = 3  # bytes of a sketch for each grain: of a whole chunk 48
 OFFSET_BYTES: Final = 8  # bytes of an offset into the pool where many are packed
 MAX_CHUNK_TOKENS: Final = 1 << 18  # of one chunk
 GRAIN_TOKENS: Final = 16  # granularity of a chunk's sketch, hence the finest block a hit can end at
-TRANSFER_QUERY: Final = "transfer_query"  # a feature of stores: they take chunks of queries
+TRANSFER_QUERY: Final = "transfer_query"  # what a store says of itself that stores queries, and what engines ask for
 
 
 # What a message may hold at most; checked where one is read.
@@ -38,7 +38,7 @@ _Sketch = Annotated[bytes, Meta(max_length=MAX_CHUNK_TOKENS // GRAIN_TOKENS * SK
 class CacheKind(str, Enum):
     """What kind of tensor a chunk holds; part of every key."""
 
-    KV = "kv"
+    KV = "kv"  # keys and values
     QUERY = "query"
 
     def server_model_name(self, model_name: str) -> str:
@@ -174,7 +174,7 @@ class Outcome(str, Enum):
 
     RESERVED = "reserved"  # a slot was given
     PRESENT = "present"  # somebody has stored it, or is doing so
-    NO_ROOM = "no_room"  # the pool is full and nothing can be evicted
+    NO_ROOM = "no_room"  # the pool, or what queries may have of it, is full, and nothing can be evicted
     FROZEN = "frozen"  # stores are switched off
     COLLISION = "collision"  # the key exists with other tokens
     BUSY = "busy"  # an older version is to go, but is still being read

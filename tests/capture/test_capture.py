@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from qkvault.capture.adapter import QRingBufferAdapter, query_layout, query_space
 from qkvault.capture.features import (
     FEATURE_REGISTRY,
-    TRANSFER_QUERY,
     Dispatcher,
     EngineContext,
     QTensorFeature,
@@ -38,7 +37,7 @@ from qkvault.sdk.context import Context
 from qkvault.sdk.geometry import choose
 from qkvault.testing.fake_engine import FakeEngine
 from qkvault.transfer import Transfer
-from qkvault.types import CacheKind
+from qkvault.types import TRANSFER_QUERY, CacheKind
 from qkvault.wire.messages import Instance
 
 BLOCK, CHUNK, KV_BLOCKS, LAYERS = 16, 32, 48, 3
@@ -234,13 +233,20 @@ def test_chunks_that_are_there_are_not_copied_again(model):
     assert (model.adapter.counters.num_stored, model.adapter.counters.num_present) == (2, 2)
 
 
+def test_what_is_captured_counts_to_the_quota_of_queries(model):
+    """B310."""
+    model.prefill("a", 64)
+    (ram,) = model.client.status().media
+    assert ram.query_used_bytes == ram.used_bytes > 0
+
+
 def test_the_chunks_of_a_step_go_together(model, monkeypatch):
     """B84: one reserve for all requests of a step."""
     model.prefill("x", 32, first=900)  # opens the session
     calls = []
     transfer = model.adapter._transfer
     reserve = transfer.client.reserve
-    monkeypatch.setattr(transfer.client, "reserve", lambda chunks: calls.append(len(chunks)) or reserve(chunks))
+    monkeypatch.setattr(transfer.client, "reserve", lambda *args: calls.append(len(args[0])) or reserve(*args))
     requests = [model.add(name, list(range(at, at + 64))) for at, name in ((1000, "a"), (2000, "b"))]
     model.run([model.schedule(request, 64) for request in requests])
     assert calls == [4]

@@ -104,4 +104,5 @@ def test_schema_is_the_page_or_json_schema():
     assert schema["additionalProperties"] is False
     assert schema["properties"]["ram_bytes"]["type"] == ["integer", "string"]
     assert schema["properties"]["lease_seconds"]["type"] == ["number", "string"]
+    assert [one["type"] for one in schema["properties"]["query_bytes"]["anyOf"]] == ["integer", "null", "string"]
     assert all(setting["description"] for setting in schema["properties"].values())

@@ -72,7 +72,7 @@ def run(*arguments, code=0, text=None):
 
 class TestStatus:
     def test_it_shows_media_engines_and_hits(self, engine):
-        """B220: as a table, and with --json as the server's own page has it."""
+        """B220, B315: as a table, and with --json as the server's own page has it."""
         text = run("status")
         for part in (
             "ram",
@@ -86,8 +86,10 @@ class TestStatus:
             "lookups 0",
         ):
             assert part in text
+        assert "queries" in text
         found = json.loads(run("status", "--json"))
         assert found["media"][0]["num_chunks"] == 2
+        assert found["media"][0]["query_quota_bytes"] == 1 << 20
         assert [model["model_name"] for model in found["models"]] == ["a/model"]
         assert found["instances"][0]["instance_id"] == "engine"
 
@@ -201,9 +203,9 @@ class TestTop:
         assert tick_between(now, now, 1.0).hit_rate is None
 
     def test_once_is_one_picture(self, engine):
-        """B224: bars, rates and engines."""
+        """B224, B315: bars, rates and engines."""
         text = run("top", "--once", "--interval", "0.1")
-        for part in ("ram", "4.0 MiB", "2 chunks", "hit rate -", "lookups", "a/model"):
+        for part in ("ram", "4.0 MiB", "queries", "0 B of 1.0 MiB", "2 chunks", "hit rate -", "lookups", "a/model"):
             assert part in text
 
     def test_json_is_one_object_a_tick(self, engine):

@@ -19,6 +19,7 @@ from qkvault.policies import POLICIES
 from qkvault.pool import Pool
 from qkvault.store.driver import StoreDriver
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.testing.fake_engine import FakeEngine
 from qkvault.tiers.base import Tier
@@ -47,11 +48,12 @@ class Cache:
         self.seconds = 0.0
         new_policy = POLICIES.load(policy)
         books = [
-            TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, new_policy())
+            TierBook(number, tier.name, tier.medium, tier.stored_bytes, Residents(new_policy, tier.capacity_bytes))
             for number, tier in enumerate(tiers)
         ]
         pool = Pool(pool_bytes, prefault=False)
-        self.manager = StorageManager(pool, new_policy(), books, lease_seconds=60.0, hot_cache=hot_cache)
+        residents = Residents(new_policy, pool.capacity_bytes)
+        self.manager = StorageManager(pool, residents, books, lease_seconds=60.0, hot_cache=hot_cache)
         self.driver = StoreDriver(self.manager, tiers, clock=lambda: self.seconds)
 
     def connect(self) -> StoreClient:

@@ -50,7 +50,9 @@ def here(tmp_path):
 
 def _place(way, folder, **settings):
     if way == "here":
-        config = Config(instance_id=f"sdk-{next(_numbers)}", ram_bytes=32 << 20, prefault=False, **settings)
+        config = Config(
+            instance_id=f"sdk-{next(_numbers)}", ram_bytes=32 << 20, query_bytes=24 << 20, prefault=False, **settings
+        )
         store = embedded.acquire(config)
         try:
             yield config
@@ -60,7 +62,9 @@ def _place(way, folder, **settings):
             embedded.release(store)
     else:
         listen = f"unix://{folder}/s" if way == "unix" else "tcp://127.0.0.1:0"
-        server = Server(load(env={}, cli={"listen": listen, "ram_bytes": 32 << 20, "prefault": False}))
+        server = Server(
+            load(env={}, cli={"listen": listen, "ram_bytes": 32 << 20, "query_bytes": 24 << 20, "prefault": False})
+        )
         try:
             yield server.addresses[0]
             server.driver.check()

@@ -44,12 +44,14 @@ class TestRoundTrip:
         assert equal(open_context(place).retrieve(TOKENS), parts)
 
     def test_queries_are_a_kind_of_their_own(self, here, open_context, make_spaces, make_parts):
-        """B106, B108, B109: under the same tokens, and under the name that users of LMCache know."""
+        """B106, B108, B109, B310: under the same tokens, under the name that users of LMCache know, and in a quota."""
         kv = open_context(here, spaces=make_spaces())
         q = qcache.connect(here, spaces=make_spaces(kind=CacheKind.QUERY, heads=6), model="m##query")
         with q, kvcache.connect(here, model="m") as again:
             parts = make_parts(64, heads=6, parts=1)
             assert q.store(parts, TOKENS[:64]).written_tokens == 64
+            (ram,) = q._client.status().media
+            assert ram.query_used_bytes == ram.used_bytes > 0
             assert kv.retrieve(TOKENS) is None
             assert again.retrieve(TOKENS) is None
             found = q.retrieve(TOKENS)

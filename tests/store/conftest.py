@@ -2,6 +2,7 @@
 
 A prompt is a word: each letter stands for 16 tokens, two letters are a chunk, an odd letter at the end a partial one.
 A chunk is called by the prompt that ends with it, so ``aabbc`` is the third chunk of itself, on ``aabb`` and ``aa``.
+Queries of a prompt are called by the prompt with a question mark before it: ``?aabb`` hangs on ``?aa``.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from qkvault.image import read_header, seal, verify_payload
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.testing import FakeClock
-from qkvault.testing.store_model import ROOT, checks_of, chunks_of, keys_of, tokens_of
+from qkvault.testing.store_model import QUERY_ROOT, ROOT, checks_of, chunks_of, keys_of, tokens_of
 from qkvault.tiers.base import JobKind, JobResult
-from qkvault.types import ChunkState, Medium, Outcome
+from qkvault.types import CacheKind, ChunkState, Medium, Outcome
 
 CHUNK_SIZE = 32
 CHUNK_BYTES = 8192  # a whole chunk's image; a partial one takes a slot of that size too, and 6144 bytes in a tier
@@ -27,40 +29,53 @@ TIERS = ("disk", "far")
 
 
 def tokens(prompt):
-    return tokens_of(1000 * ord(letter) + n for letter in prompt for n in range(16))
+    return tokens_of(1000 * ord(letter) + n for letter in prompt.lstrip("?") for n in range(16))
+
+
+def root_of(prompt):
+    return QUERY_ROOT if prompt.startswith("?") else ROOT
 
 
 def chunks(prompt, version=0):
-    return chunks_of(tokens(prompt), CHUNK_SIZE, version=version, token_payload_bytes=128)
+    return chunks_of(tokens(prompt), CHUNK_SIZE, root=root_of(prompt), version=version, token_payload_bytes=128)
 
 
 class Desk:
-    """A store of ``slots`` chunks in RAM over tiers of ``caps`` chunks, and what its clients and tiers do."""
+    """A store of ``slots`` chunks in RAM over tiers of ``caps`` chunks, and what its clients and tiers do.
 
-    def __init__(self, slots=8, caps=(), policy="lru", hot=True, lease_seconds=60.0):
+    So many of them may be ``queries`` in RAM, and ``tier_queries`` in each tier; None: a quarter.
+    """
+
+    def __init__(
+        self, slots=8, caps=(), policy="lru", hot=True, lease_seconds=60.0, *, queries=None, tier_queries=None
+    ):
         make = POLICIES.load(policy)
         self.clock = FakeClock()
         self.pool = Pool(slots * CHUNK_BYTES, prefault=False)
+        quota, tier_quota = (n if n is None else n * CHUNK_BYTES for n in (queries, tier_queries))
         self.books = [
-            TierBook(n, TIERS[n], list(Medium)[n + 1], cap * CHUNK_BYTES, lambda size: size, make())
-            for n, cap in enumerate(caps)
+            TierBook(n, TIERS[n], list(Medium)[n + 1], lambda size: size, residents)
+            for n, residents in enumerate(Residents(make, cap * CHUNK_BYTES, tier_quota) for cap in caps)
         ]
-        self.store = StorageManager(self.pool, make(), self.books, lease_seconds=lease_seconds, hot_cache=hot)
+        residents = Residents(make, self.pool.capacity_bytes, quota)
+        self.store = StorageManager(self.pool, residents, self.books, lease_seconds=lease_seconds, hot_cache=hot)
         self.files = [{} for _ in caps]
         self.jobs = []
-        self.names = {ROOT: ""}
+        self.names = {ROOT: "", QUERY_ROOT: "?"}
 
     # Clients
 
     def chunks(self, prompt, version=0):
         made = chunks(prompt, version)
-        self.names.update((chunk.key, prompt[: 2 * at + 2]) for at, chunk in enumerate(made))
+        start = len(prompt) - len(prompt.lstrip("?"))
+        self.names.update((chunk.key, prompt[: start + 2 * at + 2]) for at, chunk in enumerate(made))
         return made
 
     def reserve(self, prompt, start=0, session=1, version=0):
         """Reserve the chunks from ``start`` on, and fill the slots."""
         made = self.chunks(prompt, version)[start:]
-        reserved = self.store.reserve(session, [chunk.new() for chunk in made], self.clock())
+        kind = CacheKind.QUERY if prompt.startswith("?") else CacheKind.KV
+        reserved = self.store.reserve(session, [chunk.new() for chunk in made], self.clock(), kind=kind)
         for chunk, offset in zip(made, reserved.offsets, strict=True):
             if offset >= 0:
                 chunk.write(self.pool.view(offset, chunk.new().image_bytes))
@@ -78,7 +93,7 @@ class Desk:
         """Look up whole chunks only."""
         whole = [chunk for chunk in self.chunks(prompt) if chunk.num_tokens == CHUNK_SIZE]
         keys, checks = keys_of(whole), checks_of(whole)
-        located = self.store.lookup(session, ROOT, keys, checks, self.clock(), search_range=media)
+        located = self.store.lookup(session, root_of(prompt), keys, checks, self.clock(), search_range=media)
         self.settle()
         return replace(located, ready=located.ready.with_asked(keys))
 
@@ -203,7 +218,7 @@ class Desk:
         self.end_jobs()
         assert (len(self.store.index), len(self.store.leases)) == (0, 0)
         assert self.pool.largest_free_bytes == self.pool.capacity_bytes
-        assert all(book.used_bytes == 0 for book in self.books)
+        assert all(book.residents.used_bytes == 0 for book in self.books)
         self.pool.close()
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "tests/store/test_model.py"
 SUITE = ["tests/store", "tests/wire", "tests/policies", "tests/tiers", "tests/test_client.py", "tests/test_embedded.py"]
 CORE, INDEX, MANAGER, ROOM = "store/core.py", "store/index.py", "store/manager.py", "store/room.py"
-TIERING, SESSIONS = "store/tiering.py", "store/sessions.py"
+RESIDENTS, TIERING, SESSIONS = "store/residents.py", "store/tiering.py", "store/sessions.py"
 CONNECTION, LISTEN, REMOTE, SOCKETS = "wire/connection.py", "wire/listen.py", "wire/remote.py", "wire/sockets.py"
 
 # name: file, what stands there (once), what stands there instead
@@ -58,7 +58,7 @@ MUTATIONS = {
         "Partial(num_tokens, None)",
     ),
     "the head is evicted first": (
-        ROOM,
+        RESIDENTS,
         "next((c for c in children if is_here(c) and c.key not in chosen), None)",
         "None",
     ),
@@ -74,8 +74,8 @@ MUTATIONS = {
     ),
     "slots of a late writer are freed": (
         MANAGER,
-        "                slots.append(entry.offset)\n                self._abort_entry(entry, keep_slot=True)\n",
-        "                self._abort_entry(entry)\n",
+        "slots.append((entry.offset, entry.kind))\n                self._abort_entry(entry, keep_slot=True)\n",
+        "self._abort_entry(entry)\n",
     ),
     "a slot is given with its old header": (
         ROOM,
@@ -85,8 +85,8 @@ MUTATIONS = {
     "a slot is left with its header": (ROOM, "        wipe_header(self.pool.view(offset, PREFIX_BYTES))\n", ""),
     "a slot leaves quarantine with the header of a late writer": (
         CORE,
-        "            self.room.free(offset)\n",
-        "            self.room.pool.free(offset)\n",
+        "            self.room.free(offset, kind)\n",
+        "            self.room.residents.bytes_of[kind] -= self.room.pool.free(offset)\n",
     ),
     "a slot that nobody wrote is published": (MANAGER, " or key_in(self.room.image(entry)) != entry.key", ""),
     "commit publishes what was not named": (MANAGER, "or not is_named or key_in", "or key_in"),
@@ -105,6 +105,54 @@ MUTATIONS = {
     ),
     "shorter tails are kept": (MANAGER, 'self._doom(sibling, "superseded")', "pass"),
     "a tier has no cap": (TIERING, "        if excess_bytes <= 0:\n", "        if excess_bytes is not None:\n"),
+    "KV leaves for queries": (
+        RESIDENTS,
+        "_QUERY: [queries]}",
+        "_QUERY: [queries, kv]}",
+    ),
+    "queries do not leave for KV": (
+        RESIDENTS,
+        "_KV: [queries, kv]",
+        "_KV: [kv]",
+    ),
+    "KV leaves before queries": (
+        RESIDENTS,
+        "_KV: [queries, kv]",
+        "_KV: [kv, queries]",
+    ),
+    "KV that hangs on a query leaves with it": (RESIDENTS, " or (keeps_kv and entry.kind is _KV)", ""),
+    "queries have no quota": (
+        RESIDENTS,
+        "            over_bytes = max(over_bytes, self.bytes_of[kind] - self.query_bytes)\n",
+        "            pass\n",
+    ),
+    "a quota is full only when it is passed": (
+        RESIDENTS,
+        "self.bytes_of[kind] - self.query_bytes)",
+        "self.bytes_of[kind] - self.query_bytes - num_bytes)",
+    ),
+    "queries take free slots beyond their quota": (
+        ROOM,
+        "self.pool.allocate if kind is _KV else self._allocate_query",
+        "self.pool.allocate",
+    ),
+    "a late writer's slots count as KV": (
+        MANAGER,
+        "slots.append((entry.offset, entry.kind))",
+        "slots.append((entry.offset, type(entry.kind).KV))",
+    ),
+    "all that a client reserves is KV": (MANAGER, "chunk.image_bytes, kind)\n", "chunk.image_bytes, CacheKind.KV)\n"),
+    "all that a scan finds is KV": (TIERING, "kind_in(chunk.space))", "CacheKind.KV)"),
+    "a scan takes a copy of another kind": (
+        TIERING,
+        "known.shape == shape",
+        "known.shape[:2] == shape[:2]",
+    ),
+    "what tiers have lost is stored as another kind": (
+        CORE,
+        "entry.shape == shape and self",
+        "entry.shape[:2] == shape[:2] and self",
+    ),
     "match asks every medium": (
         "client.py",
         "m.Match(located.lease_id, parent, tokens, media)",

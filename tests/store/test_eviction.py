@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from qkvault.types import Outcome
+from qkvault.types import CacheKind, Outcome
 
 
 def test_eviction_is_on_demand_and_to_the_byte(make_desk):
@@ -93,9 +93,9 @@ def test_the_policy_says_who_leaves_first(make_desk, policy):
         desk.use(prompt)
     left = []
     for prompt in ("xx", "yy", "zz"):
-        before = {desk.names[key] for key in desk.store.room.policy.victims()}
+        before = {desk.names[key] for key in desk.store.room.residents.policies[CacheKind.KV].victims()}
         reserved = desk.reserve(prompt)
-        left += before - {desk.names[key] for key in desk.store.room.policy.victims()}
+        left += before - {desk.names[key] for key in desk.store.room.residents.policies[CacheKind.KV].victims()}
         assert reserved.outcomes == (Outcome.RESERVED,)
     assert left == ORDERS[policy]
 
@@ -109,7 +109,7 @@ def test_a_head_never_leaves_before_its_tail(make_desk, policy):
     desk.save("xxyy")
     desk.reserve("uu")
     desk.reserve("vv")
-    here = {desk.names[key] for key in desk.store.room.policy.victims()}
+    here = {desk.names[key] for key in desk.store.room.residents.policies[CacheKind.KV].victims()}
     for name in here:
         assert name[:-2] in here | {""}
     assert len(here) == 4
@@ -137,7 +137,7 @@ def test_a_long_chain_that_is_held_is_passed_over_quickly(make_desk):
     desk.save("11")
     desk.save("22")
     visits = []
-    policy = desk.store.room.policy
+    policy = desk.store.room.residents.policies[CacheKind.KV]
     original = desk.store.index.get
     desk.store.index.get = lambda key: visits.append(key) or original(key)
     desk.save("33")
@@ -187,7 +187,7 @@ class TestTiers:
         desk = make_desk(slots=8, caps=[2])
         for letter in "abcdef":
             desk.save(letter * 2)
-            assert desk.books[0].used_bytes <= 2 * 8192
+            assert desk.books[0].residents.used_bytes <= 2 * 8192
             desk.end_jobs()
             assert sum(map(len, desk.files[0].values())) <= 2 * 8192
         desk.assert_cache(disk="ee ff")
@@ -205,7 +205,7 @@ class TestTiers:
         desk.store.clear()
         desk.settle()
         desk.end_jobs()
-        assert desk.books[0].used_bytes == 0
+        assert desk.books[0].residents.used_bytes == 0
         desk.save("aabbcc")
         desk.end_jobs()
         desk.assert_cache(disk="aa aabb aabbcc")
@@ -237,7 +237,7 @@ class TestTiers:
         desk = make_desk(slots=8, caps=[1])
         desk.save("a")
         desk.end_jobs()
-        desk.books[0].capacity_bytes = 8000
+        desk.books[0].residents.capacity_bytes = 8000
         desk.save("xx")
         desk.end_jobs()
         desk.assert_cache(ram="a xx", disk="a")

@@ -10,6 +10,7 @@ import pytest
 from qkvault.policies.lru import LruPolicy
 from qkvault.pool import Pool
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.testing.store_model import ROOT
 from qkvault.tiers.base import Found
@@ -46,8 +47,8 @@ def fill():
 
     def fill(num_chains):
         pools.append(Pool(1 << 20, prefault=False))
-        book = TierBook(0, "disk", Medium.DISK, 1 << 60, lambda size: size, LruPolicy())
-        store = StorageManager(pools[-1], LruPolicy(), [book])
+        book = TierBook(0, "disk", Medium.DISK, lambda size: size, Residents(LruPolicy, 1 << 60))
+        store = StorageManager(pools[-1], Residents(LruPolicy, pools[-1].capacity_bytes), [book])
         rng = random.Random(1)
         first = chain(rng)
         store.adopt(book, first)

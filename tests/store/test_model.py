@@ -17,11 +17,12 @@ from qkvault.image import key_in, read_header, seal, sketch_of, verify_payload
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.testing import FakeClock, StoreModel
-from qkvault.testing.store_model import ROOT, checks_of, chunks_of, keys_of, tokens_of
+from qkvault.testing.store_model import QUERY_ROOT, ROOT, checks_of, chunks_of, keys_of, tokens_of
 from qkvault.tiers.base import Found, JobKind, JobResult
-from qkvault.types import GRAIN_TOKENS, ChunkState, Medium, Outcome
+from qkvault.types import GRAIN_TOKENS, CacheKind, ChunkState, Medium, Outcome
 
 GRAINS = 3  # in a chunk
 CHUNK_SIZE = GRAINS * GRAIN_TOKENS
@@ -33,8 +34,12 @@ NUM_EXAMPLES = max(200, settings().max_examples)
 
 MAX_GRAINS = 3 * GRAINS + 2  # of a prompt
 pick = st.integers(0, 1 << 30)  # which of those there are
-# A prompt: its length in grains, and the grain in which it differs from most others.
-prompts = st.tuples(st.sampled_from([9, 11, 6, 5, 3, *range(1, MAX_GRAINS + 1)]), st.integers(-MAX_GRAINS, MAX_GRAINS))
+# A prompt: its length in grains, the grain in which it differs from most others, and what is stored of it.
+prompts = st.tuples(
+    st.sampled_from([9, 11, 6, 5, 3, *range(1, MAX_GRAINS + 1)]),
+    st.integers(-MAX_GRAINS, MAX_GRAINS),
+    st.sampled_from([CacheKind.KV, CacheKind.KV, CacheKind.QUERY]),
+)
 sessions = st.integers(1, 3)
 # What happens to the pieces of a job, in order; those after the last one go well.
 reasons = st.sampled_from(["unavailable", "absent", "corrupt", "mute"])
@@ -42,8 +47,13 @@ search_ranges = st.sampled_from([None, None, ("ram",), ("disk",), ("ram", "far")
 faults = st.one_of(st.just([]), st.tuples(st.integers(0, 2), reasons).map(lambda fault: [""] * fault[0] + [fault[1]]))
 
 
+def root_of(prompt):
+    return QUERY_ROOT if prompt[2] is CacheKind.QUERY else ROOT
+
+
 class Read(NamedTuple):
     session: int
+    root: bytes
     query: list
     tail: bytes
     held: dict  # offset to (bytes, as first seen)
@@ -51,6 +61,7 @@ class Read(NamedTuple):
 
 class Write(NamedTuple):
     session: int
+    kind: CacheKind
     slots: dict  # key to (chunk, offset)
 
 
@@ -60,19 +71,28 @@ class StoreMachine(RuleBasedStateMachine):
         pool_chunks=st.sampled_from([4, 8, 6, 9, 3, 2, 5]),
         caps=st.sampled_from([[4], [8], [2, 6], [1], [8, 3], []]),
         hot=st.sampled_from([True, True, False]),
+        quota_chunks=st.sampled_from([4, 2, 8, 0, 3]),
     )
-    def start(self, policy, pool_chunks, caps, hot):
+    def start(self, policy, pool_chunks, caps, hot, quota_chunks):
         self.clock = FakeClock()
-        self.model = StoreModel()
+        self.model = StoreModel(dict.fromkeys(("ram", *TIERS), quota_chunks * CHUNK_BYTES))
         self.pool = Pool(pool_chunks * CHUNK_BYTES, prefault=False)
         make = POLICIES.load(policy)
         self.books = [
-            TierBook(n, TIERS[n], list(Medium)[n + 1], cap * CHUNK_BYTES, lambda size: size, make())
+            TierBook(
+                n,
+                TIERS[n],
+                list(Medium)[n + 1],
+                lambda size: size,
+                Residents(make, cap * CHUNK_BYTES, quota_chunks * CHUNK_BYTES),
+            )
             for n, cap in enumerate(caps)
         ]
-        self.store = StorageManager(self.pool, make(), self.books, lease_seconds=LEASE_SECONDS, hot_cache=hot)
+        residents = Residents(make, self.pool.capacity_bytes, quota_chunks * CHUNK_BYTES)
+        self.store = StorageManager(self.pool, residents, self.books, lease_seconds=LEASE_SECONDS, hot_cache=hot)
         self.store.take_events()
         self.files = [{} for _ in caps]  # what the tiers hold: key to image
+        self.put = {}  # what the tiers were given behind the store's back
         self.jobs = []
         self.reads = {}
         self.writes = {}
@@ -85,10 +105,12 @@ class StoreMachine(RuleBasedStateMachine):
     # What clients do
 
     def chunks(self, prompt):
-        num_grains, differs_at = prompt
+        num_grains, differs_at, kind = prompt
         grains = [int(at == differs_at) for at in range(1, num_grains + 1)]
         tokens = tokens_of(n + 1000 * grain for grain in grains for n in range(GRAIN_TOKENS))
-        chunks = chunks_of(tokens, CHUNK_SIZE, version=self.version, token_payload_bytes=40)
+        size = 200 if kind is CacheKind.QUERY else 40  # 2 slots of KV, or one and a part of it
+        root = root_of(prompt)
+        chunks = chunks_of(tokens, CHUNK_SIZE, root=root, version=self.version, token_payload_bytes=size)
         self.parents.update((chunk.key, chunk.parent) for chunk in chunks)
         return chunks
 
@@ -102,27 +124,27 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(session=sessions, prompt=prompts, media=search_ranges, asks_for_tail=st.booleans())
     def find(self, session, prompt, media, asks_for_tail):
-        chunks = self.chunks(prompt)
+        chunks, root, kind = self.chunks(prompt), root_of(prompt), prompt[2]
         query = [chunk for chunk in chunks if chunk.num_tokens == CHUNK_SIZE]
         whole_tail = chunks[-1].tokens if asks_for_tail and len(query) < len(chunks) else b""
         located = self.store.lookup(
-            session, ROOT, keys_of(query), checks_of(query), self.clock(), tail=whole_tail, search_range=media
+            session, root, keys_of(query), checks_of(query), self.clock(), tail=whole_tail, search_range=media
         )
         located = replace(located, ready=located.ready.with_asked(keys_of(query)))
-        self.follow()
-        self.model.check_lookup(located, query, self.pool.view, tail=whole_tail)
+        self.follow(by=kind)
+        self.model.check_lookup(located, query, self.pool.view, root=root, tail=whole_tail)
         if media is None or "ram" in media:
             assert len(located.ready) >= self.model.num_in_ram(query)
         num_found = len(located.ready) + located.num_pending
         tail = chunks[num_found].tokens if num_found < len(chunks) else whole_tail
         if located.can_fork and tail:
-            parent = query[num_found - 1].key if num_found else ROOT
+            parent = query[num_found - 1].key if num_found else root
             located = self.store.match(session, located.lease_id, parent, tail, self.clock(), search_range=media)
-            self.follow()
-            self.model.check_lookup(located, query, self.pool.view, tail=tail)
+            self.follow(by=kind)
+            self.model.check_lookup(located, query, self.pool.view, root=root, tail=tail)
             assert num_found <= len(located.ready) + located.num_pending <= num_found + 1
         if located.lease_id:
-            self.reads[located.lease_id] = Read(session, query, tail, {})
+            self.reads[located.lease_id] = Read(session, root, query, tail, {})
             self.hold(located)
 
     def hold(self, located):
@@ -135,7 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
     def poll(self, which):
         lease_id, read = self.one_of(self.reads, which)
         located = self.store.poll(read.session, lease_id, self.clock())
-        self.model.check_poll(located, read.query, self.pool.view, tail=read.tail)
+        self.model.check_poll(located, read.query, self.pool.view, root=read.root, tail=read.tail)
         if located.lease_id:
             assert len(located.ready) >= len(read.held) or not located.num_pending
             self.hold(located)
@@ -167,8 +189,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(session=sessions, prompt=prompts, start=st.integers(0, 2), writes_all=st.booleans())
     def reserve(self, session, prompt, start, writes_all):
-        chunks = self.chunks(prompt)[start:]
-        reserved = self.store.reserve(session, [chunk.new() for chunk in chunks], self.clock())
+        chunks, kind = self.chunks(prompt)[start:], prompt[2]
+        reserved = self.store.reserve(session, [chunk.new() for chunk in chunks], self.clock(), kind=kind)
+        self.follow(by=kind)
         given = [outcome is Outcome.RESERVED for outcome in reserved.outcomes]
         assert [offset >= 0 for offset in reserved.offsets] == given
         assert (reserved.lease_id > 0) == any(given)
@@ -183,7 +206,7 @@ class StoreMachine(RuleBasedStateMachine):
         for at, (chunk, offset) in enumerate(slots.values()):
             if writes_all or at % 2 == 0:
                 chunk.write(self.pool.view(offset, chunk.new().image_bytes))
-        self.writes[reserved.lease_id] = Write(session, slots)
+        self.writes[reserved.lease_id] = Write(session, kind, slots)
         self.model.reserved(reserved.lease_id, [chunk for chunk, _ in slots.values()])
 
     @rule(session=sessions, prompt=prompts)
@@ -210,14 +233,15 @@ class StoreMachine(RuleBasedStateMachine):
         published = {event.key for event in events if event.stored and event.tier == "ram"}
         assert num_published == len(published)
         assert published <= may
-        longer = [chunk.tokens for chunk in (*self.model.images.values(), *self.model.writing[lease_id].values())]
+        known = (*self.model.images.values(), *self.model.writing[lease_id].values())
+        longer = [chunk.tokens for chunk in known if chunk.kind is write.kind]
         for key in (may & self.model.writing[lease_id].keys()) - published:  # not cleared, so superseded
             if self.hangs_on_gone(key):
                 continue
             tokens = write.slots[key][0].tokens
             assert any(other.startswith(tokens) and len(other) > len(tokens) for other in longer)
         self.model.committed(lease_id, published)
-        self.model.hear(events)
+        self.model.hear(events, by=write.kind, is_held=self.is_held)
         del self.writes[lease_id]
 
     @precondition(lambda self: self.writes)
@@ -284,7 +308,7 @@ class StoreMachine(RuleBasedStateMachine):
         chunks = self.chunks(prompt)
         whole = [chunk for chunk in chunks if chunk.num_tokens == CHUNK_SIZE]
         tail = chunks[-1].tokens if len(whole) < len(chunks) else b""
-        parent = chunks[start - 1].key if 0 < start <= len(whole) else ROOT
+        parent = chunks[start - 1].key if 0 < start <= len(whole) else root_of(prompt)
         named = whole[start:] if start <= len(whole) else whole
         self.store.forget(parent, keys_of(named), tail)
         last = named[-1].key if named else parent
@@ -368,13 +392,15 @@ class StoreMachine(RuleBasedStateMachine):
                     chunk.write(memoryview(image))
                     seal(memoryview(image))
                     files[chunk.key] = bytes(image)
+                    self.put[chunk.key] = chunk
         found = []
         for image in files.values():
             head = read_header(memoryview(image))
             size = len(image)
-            found.append(Found(head.key, head.parent, sketch_of(head.tokens), head.num_tokens, size, size))
+            sketch = sketch_of(head.tokens)
+            found.append(Found(head.key, head.parent, sketch, head.num_tokens, size, size, space=head.space))
         self.store.adopt(self.books[number], found)
-        for chunk in chunks:
+        for chunk in self.put.values():  # earlier ones too: a file may have outlived the order to remove it
             entry = self.store.index.get(chunk.key)
             if entry is not None and entry.tiers and chunk.key not in self.model.images and not entry.doom:
                 self.model.admit([chunk])
@@ -389,9 +415,26 @@ class StoreMachine(RuleBasedStateMachine):
         lease_id = lease_ids[which % len(lease_ids)]
         return lease_id, leases[lease_id]
 
-    def follow(self):
-        """Hear the events, and give the jobs to the tiers: no two at a time touch one chunk of a tier."""
-        self.model.hear(self.store.take_events())
+    def is_held(self, tier, key):
+        """Whether a chunk could not leave ``tier``, or something that hangs on it there."""
+        walk = [self.store.index.get(key)]
+        book = next((book for book in self.books if book.name == tier), None)
+        for entry in walk:
+            if entry is None:
+                continue
+            if book is None and entry.pins:
+                return True
+            if book is not None and (entry.state is ChunkState.LOADING or entry.key in book.storing):
+                return True
+            walk += [child for child in entry.children if (child.offset >= 0 if book is None else book.holds(child))]
+        return False
+
+    def follow(self, by=None):
+        """Hear the events, and give the jobs to the tiers: no two at a time touch one chunk of a tier.
+
+        B311, B312: whoever leaves for ``by``.
+        """
+        self.model.hear(self.store.take_events(), by=by, is_held=self.is_held)
         self.jobs += self.store.take_jobs()
         touched = [(n, key) for n, job in self.jobs for key in (*job.delete_first, *(p.key for p in job.pieces))]
         assert len(touched) == len(set(touched)), "two jobs at a time for one chunk"
@@ -406,8 +449,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.model.contents["ram"].keys() == ready
         for book in self.books:
             assert self.model.contents[book.name].keys() == {e.key for e in self.store.index if e.tiers & book.bit}
-            assert book.used_bytes <= book.capacity_bytes
+            assert book.residents.used_bytes <= book.residents.capacity_bytes
         assert self.pool.used_bytes <= self.pool.capacity_bytes
+        self.model.check_quotas()
         for read in self.reads.values():
             for offset, image in read.held.items():
                 view = self.pool.view(offset, len(image))
@@ -425,7 +469,7 @@ class StoreMachine(RuleBasedStateMachine):
             booked = sum(
                 len(image) for key, image in self.files[number].items() if key in self.model.contents[book.name]
             )
-            assert booked == book.used_bytes, "the tier holds another number of bytes than its book says"
+            assert booked == book.residents.used_bytes, "the tier holds another number of bytes than its book says"
         self.store.clear()
         self.follow()
         self.end_all_jobs()
@@ -434,7 +478,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(self.store.leases) == 0
         assert self.pool.largest_free_bytes == self.pool.capacity_bytes, "not one free run"
         assert not any(self.model.contents.values())
-        assert all(book.used_bytes == 0 and not book.deleting for book in self.books)
+        assert all(book.residents.used_bytes == 0 and not book.deleting for book in self.books)
         self.pool.close()
 
 

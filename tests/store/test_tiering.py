@@ -158,7 +158,7 @@ class TestStores:
         desk.save("aa")
         desk.end_jobs(fail={"aa": "unavailable"})
         desk.assert_cache(ram="aa", disk="", pins="")
-        assert desk.books[0].used_bytes == 0
+        assert desk.books[0].residents.used_bytes == 0
 
     def test_what_no_tier_can_keep_leaves_ram_too(self, make_desk):
         """A slot that holds no image is not served either."""
@@ -364,10 +364,10 @@ class TestAdoption:
         desk = make_desk(caps=[2])
         desk.save("aa")
         self.adopt(desk, found_of(desk.chunks("aa")[0]))
-        assert desk.books[0].used_bytes == 8192
+        assert desk.books[0].residents.used_bytes == 8192
         desk.end_jobs()
         self.adopt(desk, found_of(desk.chunks("aa")[0]))
-        assert desk.books[0].used_bytes == 8192
+        assert desk.books[0].residents.used_bytes == 8192
         desk.save("bbcc")
         assert [key in desk.books[0].deleting for key in desk.files[0]] == [True]
         self.adopt(desk, found_of(desk.chunks("aa")[0]))

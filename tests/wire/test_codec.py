@@ -134,7 +134,7 @@ def too_long(told):
                 struct[at if told.array_like else field.name] = value
                 yield f".{told.cls.__name__}.{field.name}{place}", limit, struct
     else:
-        assert isinstance(told, (shape.IntType, shape.BoolType, shape.NoneType)), f"{told} has no limit"
+        assert isinstance(told, (shape.IntType, shape.BoolType, shape.EnumType, shape.NoneType)), f"{told} has no limit"
 
 
 TOO_LONG = [each for request in m.AnyRequest.__args__ for each in too_long(shape.type_info(request))]

@@ -24,7 +24,7 @@ from qkvault.image import key_in
 from qkvault.testing import DictTier
 from qkvault.testing.store_model import ROOT, checks_of, keys_of
 from qkvault.testing.transport_contract import WAIT_SECONDS, find, make_driver, prompt, save
-from qkvault.types import NewChunk
+from qkvault.types import CacheKind, NewChunk
 from qkvault.wire import codec
 from qkvault.wire import messages as m
 from qkvault.wire.remote import RemoteTransport
@@ -39,6 +39,7 @@ TOKEN = "sesame"
 WORDS = ["aabb", "aabbc", "xxyy", "zz"]
 NUMBERS = [0, 1, -1, 2, 3, 255, 2**31, 2**32 - 1, 2**63 - 1, -(2**63), 2**64 - 1]
 HELLO = m.Hello(m.PROTOCOL_VERSION, "fuzz", TOKEN)
+KINDS = [CacheKind.KV, CacheKind.KV, CacheKind.QUERY]  # said of any chunk, right or wrong
 
 
 class Fuzzer:
@@ -92,7 +93,7 @@ class Fuzzer:
             lambda: m.Poll(number()),
             lambda: m.Several(tuple(rng.choice(some) for _ in range(rng.choice([0, 3, 500, 2000])))),
             lambda: m.Release(tuple(number() for _ in range(rng.choice([0, 3, 1000])))),
-            lambda: m.Reserve(tuple(self.chunk() for _ in range(rng.choice([0, 1, 2, 5, 100])))),
+            lambda: m.Reserve(tuple(self.chunk() for _ in range(rng.choice([0, 1, 2, 5, 100]))), rng.choice(KINDS)),
             lambda: m.Commit(number(), rng.choice([None, (), (key(), key())])),
             lambda: m.Abort(number()),
             lambda: m.Download(b"".join(key() for _ in range(rng.choice([0, 1, 3, 3000])))),

@@ -64,8 +64,11 @@ def schema(*, as_json: JsonOption = False) -> None:
         return
     page = msgspec.json.schema(Config)["$defs"]["Config"]
     for name, field in page["properties"].items():
-        if name.endswith(("_bytes", "_seconds")):
-            field["type"] = [field["type"], "string"]  # "8GiB", "500ms"
+        if name.endswith(("_bytes", "_seconds")):  # "8GiB", "500ms"
+            if "type" in field:
+                field["type"] = [field["type"], "string"]
+            else:
+                field["anyOf"].append({"type": "string"})
     print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **page})
 
 

@@ -74,7 +74,7 @@ def status(
     if as_json:
         print_json(status_report(found))
         return
-    print_table(("medium", "used", "of", "chunks", ""), media_rows(found))
+    print_table(("medium", "used", "of", "queries", "of", "chunks", ""), media_rows(found))
     switches = [
         ("frozen", found.is_frozen),
         ("without hot cache", not found.hot_cache),
@@ -101,6 +101,8 @@ def media_rows(found: Status) -> list[tuple[str, ...]]:
             medium.name,
             approximate_size(medium.used_bytes),
             approximate_size(medium.capacity_bytes),
+            approximate_size(medium.query_used_bytes),
+            approximate_size(medium.query_quota_bytes),
             str(medium.num_chunks),
             "" if medium.is_healthy else "not working",
         )

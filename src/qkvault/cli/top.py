@@ -127,11 +127,15 @@ def _picture(tick: Tick) -> Group:
     status = tick.status
     media = Table.grid(padding=(0, 2))
     for medium in status.media:
-        share = medium.used_bytes / medium.capacity_bytes if medium.capacity_bytes else 0.0
-        size = f"{approximate_size(medium.used_bytes)} of {approximate_size(medium.capacity_bytes)}"
         note = "" if medium.is_healthy else "NOT WORKING"
-        bar = ProgressBar(total=1.0, completed=share, width=_BAR_CELLS)
-        media.add_row(Text(medium.name), bar, Text(f"{share:.0%}"), size, f"{medium.num_chunks} chunks", note)
+        each = [(medium.name, medium.used_bytes, medium.capacity_bytes, f"{medium.num_chunks} chunks", note)]
+        if medium.query_quota_bytes:
+            each.append(("  queries", medium.query_used_bytes, medium.query_quota_bytes, "", ""))
+        for name, used_bytes, most_bytes, *rest in each:
+            share = used_bytes / most_bytes if most_bytes else 0.0
+            size = f"{approximate_size(used_bytes)} of {approximate_size(most_bytes)}"
+            bar = ProgressBar(total=1.0, completed=share, width=_BAR_CELLS)
+            media.add_row(Text(name), bar, Text(f"{share:.0%}"), size, *rest)
     rates = Table("per second", "", box=None, pad_edge=False)
     for name, rate in tick.rates.items():
         rates.add_row(name, f"{approximate_size(int(rate))}" if name.startswith("bytes") else f"{rate:,.1f}")

@@ -271,7 +271,7 @@ class Context:
             NewChunk(head.key, head.parent, sketch_of(head.tokens), head.num_tokens, self._image_bytes(head))
             for head in headers
         ]
-        reserved = self._client.reserve(new)
+        reserved = self._client.reserve(new, self.kind)
         try:
             for at, (head, offset) in enumerate(zip(headers, reserved.offsets, strict=True)):
                 if offset < 0:

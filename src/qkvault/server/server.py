@@ -8,14 +8,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-import qkvault
 from qkvault.client import StoreClient
 from qkvault.config import Loaded
 from qkvault.embedded import open_driver, publish
 from qkvault.errors import ConfigError
 from qkvault.server.places import http_place, require_free, require_sound, server_tls, store_places
-from qkvault.store.driver import Traits
-from qkvault.types import TRANSFER_QUERY, CacheKind
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
@@ -47,7 +44,7 @@ class Server:
         self.epoch = time.time_ns()
         self.started_seconds = time.time()
         self.is_closing = False
-        self.driver = open_driver(config, shared=True, traits=_traits(loaded))
+        self.driver = open_driver(config, shared=True)
         self._sockets: list[SocketServer] = []
         self._http: HttpServer | None = None
         self._publisher: Publisher | None = None
@@ -104,16 +101,3 @@ def require_http() -> None:
     except ImportError as error:
         msg = f"http is set, and {error.name} is not installed: pip install 'qkvault[server]', or remove http"
         raise ConfigError(msg) from error
-
-
-def _traits(loaded: Loaded) -> Traits:
-    config = loaded.config
-    kinds = [kind.value for kind in CacheKind]
-    return Traits(
-        features=(*kinds, TRANSFER_QUERY, "ram", *(["disk"] if config.disk_path is not None else [])),
-        chunk_size=config.chunk_size,
-        hash_algorithm=config.hash_algorithm,
-        version=qkvault.__version__,
-        reap_timeout_seconds=config.reap_timeout_seconds,
-        registration_grace_seconds=config.registration_grace_seconds,
-    )

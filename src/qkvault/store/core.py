@@ -8,13 +8,13 @@ from itertools import groupby
 from typing import Final
 
 from qkvault.image import sketch_of, tokens_in
-from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.feed import Feed
 from qkvault.store.forgotten import Forgotten
-from qkvault.store.index import Entry, Index
+from qkvault.store.index import Entry, Index, Shape
 from qkvault.store.leases import Lease, LeaseTable, Partial
 from qkvault.store.ledger import Ledger
+from qkvault.store.residents import Residents
 from qkvault.store.room import Room
 from qkvault.store.tiering import TierBook, Tiering
 from qkvault.types import (
@@ -22,6 +22,7 @@ from qkvault.types import (
     KEY_BYTES,
     SKETCH_BYTES,
     TOKEN_BYTES,
+    CacheKind,
     ChunkRefs,
     ChunkState,
     Medium,
@@ -39,11 +40,11 @@ class Core:
     """State of a store, and what can happen to one entry or lease."""
 
     def __init__(
-        self, pool: Pool, policy: Policy, books: Sequence[TierBook], *, lease_seconds: float, hot_cache: bool
+        self, pool: Pool, residents: Residents, books: Sequence[TierBook], *, lease_seconds: float, hot_cache: bool
     ) -> None:
         """Everything starts empty."""
         self.index = Index()
-        self.room = Room(pool, policy, self.index)
+        self.room = Room(pool, residents, self.index)
         self.room.on_evicted(self._slot_lost)
         self.tiering = Tiering(list(books), self.index, self.room, self._tier_lost)
         self.leases = LeaseTable(lease_seconds)
@@ -52,7 +53,8 @@ class Core:
         self.hot_cache = hot_cache
         self.is_frozen = False
         self.num_doomed = 0  # entries that are to go
-        self.quarantine: dict[tuple[int, int], list[int]] = {}  # (session, lease): slots a late writer may still touch
+        # (session, lease): slots that a late writer may still touch, and what kind they were for
+        self.quarantine: dict[tuple[int, int], list[tuple[int, CacheKind]]] = {}
 
     def _is_reachable(self, entry: Entry, search_range: Container[str] | None) -> bool:
         if entry.doom or entry.state is ChunkState.WRITING:
@@ -261,9 +263,11 @@ class Core:
         dropped.reverse()  # the tail first: under a recency order it then leaves first
         hot_cache = self.hot_cache
         keys = [entry.key for entry in dropped]
-        self.room.policy.touch_all(keys)
-        for book in self.tiering.books:
-            book.policy.touch_all(keys)
+        if dropped:
+            kind = dropped[0].kind  # a chain is of one kind
+            self.room.residents.policies[kind].touch_all(keys)
+            for book in self.tiering.books:
+                book.residents.policies[kind].touch_all(keys)
         for entry in dropped:
             entry.pins -= 1
             if entry.doom or entry.state is not _READY or not hot_cache:
@@ -280,10 +284,10 @@ class Core:
         entry.pins += is_given
         return is_given
 
-    def _is_lost(self, entry: Entry, image_bytes: int) -> bool:
+    def _is_lost(self, entry: Entry, shape: Shape) -> bool:
         # In tiers only, and all of them are down: the same image may be kept in RAM meanwhile.
         is_in_tiers_only = entry.state is ChunkState.ABSENT and not entry.doom
-        return is_in_tiers_only and entry.image_bytes == image_bytes and self.tiering.book_of(entry) is None
+        return is_in_tiers_only and entry.shape == shape and self.tiering.book_of(entry) is None
 
     def _publish(self, entries: Sequence[Entry]) -> None:
         for entry in reversed(entries):  # the tail first: under an order of arrival it then leaves first
@@ -330,8 +334,8 @@ class Core:
         self.index.prune(entry)
 
     def _end_quarantine(self, session_id: int, lease_id: int) -> None:
-        for offset in self.quarantine.pop((session_id, lease_id), ()):
-            self.room.free(offset)
+        for offset, kind in self.quarantine.pop((session_id, lease_id), ()):
+            self.room.free(offset, kind)
 
 
 def not_ready(entries: Sequence[Entry]) -> list[int]:
@@ -358,10 +362,10 @@ def _refs_of(lease: Lease, count: int, num_asked: int) -> ChunkRefs:
     num_whole = count - 1 if partial is not None and count == len(lease.entries) else count
     shapes, media = [entry.shape for entry in entries[:num_whole]], lease.media
     if shapes and shapes.count(shapes[0]) == num_whole and media.count(media[0]) == len(media):
-        runs = [RefRun(num_whole, *shapes[0], media[0])]  # all alike, as nearly always
+        runs = [RefRun(num_whole, *shapes[0][:2], media[0])]  # all alike, as nearly always
     else:
         grouped = groupby(zip(shapes, media, strict=False))
-        runs = [RefRun(sum(1 for _ in group), *shape, medium) for (shape, medium), group in grouped]
+        runs = [RefRun(sum(1 for _ in group), *shape[:2], medium) for (shape, medium), group in grouped]
     if num_whole < count and partial is not None:
         runs.append(RefRun(1, partial.num_tokens, entries[-1].image_bytes, media[num_whole]))
     keys = b"".join([entry.key for entry in entries[num_asked:]])

@@ -247,8 +247,8 @@ class StoreDriver:
                 for lease_id in lease_ids:
                     manager.release(session_id, lease_id)
                 return m.Done()
-            case m.Reserve(chunks=chunks):
-                return manager.reserve(session_id, chunks, now)
+            case m.Reserve(chunks=chunks, kind=kind):
+                return manager.reserve(session_id, chunks, now, kind=kind)
             case m.Commit(lease_id=lease_id, keys=named):
                 return m.Done(manager.commit(session_id, lease_id, named))
             case m.Abort(lease_id=lease_id):

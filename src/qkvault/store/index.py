@@ -12,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from qkvault.errors import InvariantError
-from qkvault.types import KEY_BYTES, SKETCH_BYTES, ChunkState
+from qkvault.types import KEY_BYTES, SKETCH_BYTES, CacheKind, ChunkState
+
+Shape = tuple[int, int, CacheKind]  # tokens, bytes of the image, what is in it
 
 NOWHERE: Final = -1  # offset of an entry without a slot
+_NO_SHAPE: Final[Shape] = (0, 0, CacheKind.KV)  # of a placeholder
 _NEIGHBOURS: Final = 8  # how far from its place a usable child is looked for, each way
 
 
@@ -30,7 +33,7 @@ class Entry:
         self.parent: Entry | None = None
         self._children: Entry | list[Entry] | None = None  # sorted by sketch
         self.sketch = b""
-        self.shape = (0, 0)  # tokens, and bytes of the image; one tuple for all chunks that agree in both
+        self.shape = _NO_SHAPE  # one tuple for all chunks that agree in all of it
         self.state = ChunkState.ABSENT
         self.offset = NOWHERE
         self.pins = 0  # leases and tier jobs that need the slot
@@ -46,6 +49,11 @@ class Entry:
     def image_bytes(self) -> int:
         """Size of its image."""
         return self.shape[1]
+
+    @property
+    def kind(self) -> CacheKind:
+        """What kind of tensor it holds."""
+        return self.shape[2]
 
     @property
     def children(self) -> Sequence[Entry]:
@@ -114,7 +122,7 @@ class Index:
     def __init__(self) -> None:
         """Start empty."""
         self._entries: dict[bytes, Entry] = {}
-        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}  # as many as there are sizes of chunks
+        self._shapes: dict[Shape, Shape] = {}  # as many as there are sizes of chunks
 
     def __len__(self) -> int:
         """How many entries there are, placeholders included."""
@@ -184,7 +192,7 @@ class Index:
             node = node.parent
         return node is None
 
-    def add(self, key: bytes, parent_key: bytes, sketch: bytes, num_tokens: int, image_bytes: int) -> Entry:
+    def add(self, key: bytes, parent_key: bytes, sketch: bytes, shape: Shape) -> Entry:
         """The entry of ``key`` under its parent; made, or filled in if it was a placeholder.
 
         The caller has checked that the index ``accepts`` it, and that an entry that is somewhere has these very bytes.
@@ -198,7 +206,6 @@ class Index:
                 parent = self._entries[parent_key] = Entry(parent_key)
             entry.sketch = sketch
             parent.adopt(entry)
-        shape = (num_tokens, image_bytes)
         entry.shape = self._shapes.setdefault(shape, shape)
         return entry
 

@@ -17,13 +17,13 @@ from collections.abc import Container, Sequence
 
 from qkvault.events import StoreEvent
 from qkvault.image import PREFIX_BYTES, key_in
-from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
 from qkvault.store.core import Core, not_ready
 from qkvault.store.feed import PAGE
 from qkvault.store.index import NOWHERE
 from qkvault.store.leases import Lease
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import CORRUPT, TierBook
 from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
 from qkvault.types import (
@@ -32,6 +32,7 @@ from qkvault.types import (
     SKETCH_BYTES,
     SPACE_BYTES,
     TOKEN_BYTES,
+    CacheKind,
     ChunkRefs,
     ChunkState,
     NewChunk,
@@ -46,14 +47,14 @@ class StorageManager(Core):
     def __init__(
         self,
         pool: Pool,
-        policy: Policy,
+        residents: Residents,
         books: Sequence[TierBook] = (),
         *,
         lease_seconds: float = 60.0,
         hot_cache: bool = True,
     ) -> None:
         """``books`` describe the tiers, nearest first. Without ``hot_cache`` RAM is only a way through."""
-        super().__init__(pool, policy, books, lease_seconds=lease_seconds, hot_cache=hot_cache)
+        super().__init__(pool, residents, books, lease_seconds=lease_seconds, hot_cache=hot_cache)
 
     def lookup(
         self,
@@ -136,8 +137,12 @@ class StorageManager(Core):
             self._cut(lease, 0)
             self.leases.close(lease)
 
-    def reserve(self, session_id: int, chunks: Sequence[NewChunk], now: float) -> Reserved:
+    def reserve(
+        self, session_id: int, chunks: Sequence[NewChunk], now: float, *, kind: CacheKind = CacheKind.KV
+    ) -> Reserved:
         """Slots for those of ``chunks`` (one or more chains, heads first) that are not here yet; others say why not.
+
+        ``kind`` is that of all of them: it says whose room they take and who leaves for them.
 
         Evicts on demand. When there is no room the rest of the chunks get none: fewer chunks are stored (row 11). A
         chunk whose tokens a longer stored sibling has already is PRESENT (row 44). What hangs on a chunk that collides
@@ -154,7 +159,7 @@ class StorageManager(Core):
             if chunk.parent in collided:
                 outcome = Outcome.COLLISION
             elif has_room:
-                outcome = self._reserve_one(lease, chunk)
+                outcome = self._reserve_one(lease, chunk, kind)
             else:
                 outcome = Outcome.NO_ROOM
             has_room = has_room and outcome is not Outcome.NO_ROOM
@@ -169,7 +174,7 @@ class StorageManager(Core):
             lease_id = 0
         return Reserved(lease_id, tuple(outcomes), tuple(offsets))
 
-    def _reserve_one(self, lease: Lease, chunk: NewChunk) -> Outcome:
+    def _reserve_one(self, lease: Lease, chunk: NewChunk, kind: CacheKind) -> Outcome:
         if self.is_frozen:
             return Outcome.FROZEN
         if not self.index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens):
@@ -177,12 +182,13 @@ class StorageManager(Core):
             return Outcome.COLLISION
         self._inherit(chunk.key, chunk.parent)
         known = self.index.get(chunk.key)
-        if known is not None and known.is_somewhere and not self._is_lost(known, chunk.image_bytes):
-            self.room.policy.touch(chunk.key)
+        shape = (chunk.num_tokens, chunk.image_bytes, kind)
+        if known is not None and known.is_somewhere and not self._is_lost(known, shape):
+            self.room.residents.policies[known.kind].touch_all((chunk.key,))
             return Outcome.BUSY if known.doom else Outcome.PRESENT
         if self.index.covering_child(chunk.parent, chunk.sketch) not in (None, known):
             return Outcome.PRESENT
-        entry = self.index.add(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens, chunk.image_bytes)
+        entry = self.index.add(chunk.key, chunk.parent, chunk.sketch, shape)
         if not self._give_under_parent(entry):
             self.index.prune(entry)
             return Outcome.NO_ROOM
@@ -253,7 +259,7 @@ class StorageManager(Core):
             self.leases.close(lease)
             slots = self.quarantine.setdefault((lease.session_id, lease.lease_id), [])
             for entry in lease.entries:
-                slots.append(entry.offset)
+                slots.append((entry.offset, entry.kind))
                 self._abort_entry(entry, keep_slot=True)
 
     def on_job_done(self, result: JobResult) -> None:

@@ -3,60 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from qkvault.image import ALIGNMENT_BYTES, PREFIX_BYTES, align_up, wipe_header
-from qkvault.policies.base import Policy
 from qkvault.pool import Pool
 from qkvault.store.index import NOWHERE, Entry, Index
-from qkvault.types import ChunkState
+from qkvault.store.residents import Residents
+from qkvault.types import CacheKind, ChunkState
 
-
-def victims_of(
-    policy: Policy,
-    index: Index,
-    wanted_bytes: int,
-    *,
-    is_here: Callable[[Entry], bool],
-    is_held: Callable[[Entry], bool],
-    cost: Callable[[Entry], int],
-) -> list[Entry]:
-    """Entries to evict, in order, that free ``wanted_bytes`` or all that can be freed.
-
-    The policy's order, except that a chunk never leaves before its descendants that are here too: without its head a
-    chain's tail cannot be hit. Held entries, and so whatever they hang on, stay.
-    """
-    chosen: dict[bytes, Entry] = {}
-    blocked: set[bytes] = set()  # held, or with a held descendant
-    freed_bytes = 0
-    for key in policy.victims():
-        head = index.get(key)
-        if head is None or key in chosen or key in blocked:
-            continue
-        path = [(head, iter(head.children))]  # a walk without recursion: chains are as long as contexts
-        while path:
-            entry, children = path[-1]
-            if entry.key in blocked or is_held(entry):
-                blocked.update(ancestor.key for ancestor, _ in path)
-                break
-            child = next((c for c in children if is_here(c) and c.key not in chosen), None)
-            if child is not None:
-                path.append((child, iter(child.children)))
-                continue
-            path.pop()
-            chosen[entry.key] = entry
-            freed_bytes += cost(entry)
-            if freed_bytes >= wanted_bytes:
-                return list(chosen.values())
-    return list(chosen.values())
+_KV: Final = CacheKind.KV  # a member of an enumeration takes ten times as long to look up
 
 
 class Room:
     """The pool and the order in which chunks leave it. The only place that gives slots to entries and takes them."""
 
-    def __init__(self, pool: Pool, policy: Policy, index: Index) -> None:
+    def __init__(self, pool: Pool, residents: Residents, index: Index) -> None:
         """Start with an empty pool."""
         self.pool = pool
-        self.policy = policy
+        self.residents = residents
         self._index = index
         self._on_evicted: Callable[[Entry], None] = lambda _: None
 
@@ -70,9 +34,11 @@ class Room:
         The caller has pinned it, lest it be pruned with those that leave. The slot's old header is wiped, so that a
         reader whose lease ran out cannot take the new bytes for the old.
         """
-        offset = self._allocate(entry.image_bytes)
+        kind, num_bytes = entry.kind, _slot_bytes(entry)
+        offset = self._allocate(kind, num_bytes)
         if offset is None:
             return False
+        self.residents.bytes_of[kind] += num_bytes
         wipe_header(self.pool.view(offset, entry.image_bytes))
         entry.offset = offset
         entry.state = state
@@ -81,50 +47,56 @@ class Room:
     def publish(self, entry: Entry) -> None:
         """The slot's bytes are whole: from now on they may be read, and evicted."""
         entry.state = ChunkState.READY
-        self.policy.add(entry.key)
+        self.residents.policies[entry.kind].add(entry.key)
 
     def take(self, entry: Entry, *, keep_slot: bool = False) -> int:
         """Take the slot away from ``entry`` and free it, unless ``keep_slot`` (quarantine). Returns its offset."""
-        offset = entry.offset
+        offset, kind = entry.offset, entry.kind
         if not keep_slot:
-            self.free(offset)
+            self.free(offset, kind)
         entry.offset = NOWHERE
         entry.state = ChunkState.ABSENT
-        self.policy.remove(entry.key)
+        self.residents.policies[kind].remove(entry.key)
         return offset
 
-    def free(self, offset: int) -> None:
-        """Free a slot.
+    def free(self, offset: int, kind: CacheKind) -> None:
+        """Free a slot that was given to a chunk of ``kind``.
 
         Its header is wiped, which a late writer may have written again: the next slot there may begin elsewhere, and
         would leave the old one to late readers.
         """
         wipe_header(self.pool.view(offset, PREFIX_BYTES))
-        self.pool.free(offset)
+        self.residents.bytes_of[kind] -= self.pool.free(offset)
 
     def image(self, entry: Entry) -> memoryview:
         """The bytes of the slot of ``entry``."""
         return self.pool.view(entry.offset, entry.image_bytes)
 
-    def _allocate(self, num_bytes: int) -> int | None:
-        needed_bytes = align_up(num_bytes)
-        if needed_bytes > self.pool.capacity_bytes:
+    def _allocate(self, kind: CacheKind, num_bytes: int) -> int | None:
+        here, wanted_bytes = self.residents, ALIGNMENT_BYTES
+        allocate = self.pool.allocate if kind is _KV else self._allocate_query  # KV may have all of the pool
+        offset = allocate(num_bytes)
+        if offset is None and num_bytes > here.cap_bytes(kind):
             return None
-        wanted_bytes = max(needed_bytes - self.pool.free_bytes, ALIGNMENT_BYTES)
-        offset = self.pool.allocate(num_bytes)
         while offset is None:
-            victims = victims_of(
-                self.policy, self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_slot_bytes
+            excess_bytes = here.excess_bytes(kind, num_bytes)
+            wanted_bytes = max(excess_bytes, wanted_bytes)
+            victims = here.victims(
+                kind, self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_slot_bytes
             )
-            if not victims or sum(map(_slot_bytes, victims)) + self.pool.free_bytes < needed_bytes:
+            if not victims or sum(map(_slot_bytes, victims)) < excess_bytes:
                 return None  # it cannot be had: nobody leaves in vain
             for entry in victims:
                 self.take(entry)
                 self._on_evicted(entry)
-                if (offset := self.pool.allocate(num_bytes)) is not None:
+                if (offset := allocate(num_bytes)) is not None:
                     break
             wanted_bytes *= 2  # what was freed did not lie together: free more
         return offset
+
+    def _allocate_query(self, num_bytes: int) -> int | None:
+        is_over = self.residents.excess_bytes(CacheKind.QUERY, num_bytes) > 0
+        return None if is_over else self.pool.allocate(num_bytes)
 
 
 def _has_slot(entry: Entry) -> bool:

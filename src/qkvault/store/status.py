@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from qkvault.store.core import RAM, Core
 from qkvault.store.ledger import Counters
-from qkvault.types import Medium, Outcome
+from qkvault.store.residents import Residents
+from qkvault.types import CacheKind, Medium, Outcome
 from qkvault.wire.messages import InstanceStatus, Status, TierStatus
 
 
@@ -17,12 +18,8 @@ def status_of(
     spaces: tuple[bytes, ...] = (),
 ) -> Status:
     """What is where, how full it is, and what happened so far."""
-    pool = store.room.pool
-    media = [TierStatus(RAM, pool.capacity_bytes, pool.used_bytes, len(store.room.policy), is_healthy=True)]
-    media += [
-        TierStatus(book.name, book.capacity_bytes, book.used_bytes, len(book.policy), book.is_healthy)
-        for book in store.tiering.books
-    ]
+    media = [_medium(RAM, store.room.residents, is_healthy=True)]
+    media += [_medium(book.name, book.residents, is_healthy=book.is_healthy) for book in store.tiering.books]
     return Status(
         tuple(media),
         num_leases=len(store.leases),
@@ -34,6 +31,13 @@ def status_of(
         counters=flat_counters(store.ledger.counters),
         instances=instances,
         spaces=spaces,
+    )
+
+
+def _medium(name: str, here: Residents, *, is_healthy: bool) -> TierStatus:
+    query_used_bytes = here.bytes_of[CacheKind.QUERY]
+    return TierStatus(
+        name, here.capacity_bytes, here.used_bytes, len(here), is_healthy, query_used_bytes, here.query_bytes
     )
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from qkvault.errors import InvariantError
-from qkvault.policies.base import Policy
-from qkvault.store.index import Entry, Index
-from qkvault.store.room import Room, victims_of
+from qkvault.spaces import kind_in
+from qkvault.store.index import Entry, Index, Shape
+from qkvault.store.residents import Residents
+from qkvault.store.room import Room
 from qkvault.tiers.base import Found, JobKind, JobResult, Piece, TierJob
-from qkvault.types import ChunkState, Medium
+from qkvault.types import CacheKind, ChunkState, Medium
 
 UNAVAILABLE: Final = "unavailable"
 CORRUPT: Final = "corrupt"
@@ -30,10 +30,8 @@ class TierBook:
     number: int
     name: str
     medium: Medium
-    capacity_bytes: int
     stored_bytes: Callable[[int], int]  # image bytes -> bytes it takes in the tier
-    policy: Policy
-    used_bytes: int = 0  # stored and being stored
+    residents: Residents  # bytes: stored and being stored; order: stored
     is_healthy: bool = True
     storing: set[bytes] = field(default_factory=set)  # being written to it
     deleting: dict[bytes, bool] = field(default_factory=dict)  # being removed -> whether to store it again afterwards
@@ -43,6 +41,10 @@ class TierBook:
     def bit(self) -> int:
         """Its bit in ``Entry.tiers``."""
         return 1 << self.number
+
+    def count(self, entry: Entry, sign: int) -> None:
+        """The bytes of ``entry`` come (1) or go (-1)."""
+        self.residents.bytes_of[entry.kind] += sign * self.stored_bytes(entry.image_bytes)
 
     def holds(self, entry: Entry) -> bool:
         """Whether it has ``entry``, or is being given it."""
@@ -114,7 +116,7 @@ class Tiering:
 
         A job's result comes when all of it is there: what comes first can be copied while the rest is on its way.
         """
-        book.policy.touch_all([entry.key for entry in entries])
+        book.residents.policies[entries[0].kind].touch_all([entry.key for entry in entries])
         batch: list[Entry] = []
         batch_bytes = 0
         for entry in entries:
@@ -142,18 +144,19 @@ class Tiering:
         known = self._index.get(chunk.key)
         if chunk.key in book.deleting or (known is not None and book.holds(known)):
             return None
-        is_same = known is None or not known.is_somewhere or known.image_bytes == chunk.image_bytes
+        shape = (chunk.num_tokens, chunk.image_bytes, kind_in(chunk.space))
+        is_same = known is None or not known.is_somewhere or known.shape == shape
         if (
             is_forgotten
             or not (is_same and self._index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens))
-            or not self._make_room(book, chunk.image_bytes, self._index.get(chunk.parent))
+            or not self._make_room(book, shape, self._index.get(chunk.parent))
         ):
             self._drop(book, chunk.key)
             return None
-        entry = self._index.add(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens, chunk.image_bytes)
+        entry = self._index.add(chunk.key, chunk.parent, chunk.sketch, shape)
         entry.tiers |= book.bit
-        book.used_bytes += book.stored_bytes(chunk.image_bytes)
-        book.policy.add(chunk.key)
+        book.count(entry, 1)
+        book.residents.policies[entry.kind].add(entry.key)
         return entry
 
     def finish(self, result: JobResult) -> tuple[JobKind, TierBook, list[Entry], list[tuple[Entry, str]]] | None:
@@ -171,13 +174,13 @@ class Tiering:
                 done.append(entry)
                 if pending.kind is JobKind.STORE:
                     entry.tiers |= book.bit
-                    book.policy.add(key)
+                    book.residents.policies[entry.kind].add(entry.key)
         for key, reason in [*result.failed, *((key, UNAVAILABLE) for key in pending.entries)]:
             if (entry := pending.entries.pop(key, None)) is not None:
                 self._unpin(pending, entry)
                 failed.append((entry, reason))
                 if pending.kind is JobKind.STORE:
-                    book.used_bytes -= book.stored_bytes(entry.image_bytes)
+                    book.count(entry, -1)
                 elif reason != UNAVAILABLE and entry.tiers & book.bit:
                     self._forget(book, entry, reason)
         self._again += [(book, key) for key in pending.deleted if book.deleting.pop(key, False)]
@@ -195,13 +198,11 @@ class Tiering:
         """Raise InvariantError unless every tier's bytes are the sum of its entries and under its cap."""
         for book in self.books:
             held = [entry for entry in self._index if book.holds(entry)]
-            sum_bytes = sum(book.stored_bytes(entry.image_bytes) for entry in held)
-            if sum_bytes != book.used_bytes or book.used_bytes > book.capacity_bytes:
-                msg = f"tier {book.name}: {book.used_bytes} bytes, entries take {sum_bytes}, cap {book.capacity_bytes}"
-                raise InvariantError(msg)
-            if len(book.policy) != sum(bool(entry.tiers & book.bit) for entry in held):
-                msg = f"tier {book.name}: the policy orders {len(book.policy)} chunks"
-                raise InvariantError(msg)
+            held_bytes = Counter[CacheKind]()
+            for entry in held:
+                held_bytes[entry.kind] += book.stored_bytes(entry.image_bytes)
+            num_chunks = Counter(entry.kind for entry in held if entry.tiers & book.bit)
+            book.residents.check(f"tier {book.name}", held_bytes, num_chunks)
 
     def pins(self) -> Counter[bytes]:
         """How many jobs under way pin each entry, by key."""
@@ -211,9 +212,9 @@ class Tiering:
         stored: list[Entry] = []
         num_dropped = len(book.to_delete)
         for entry in entries:
-            if not self._make_room(book, entry.image_bytes, entry.parent):
+            if not self._make_room(book, entry.shape, entry.parent):
                 break  # nothing else can leave: the rest of the chain stays in RAM only
-            book.used_bytes += book.stored_bytes(entry.image_bytes)
+            book.count(entry, 1)
             book.storing.add(entry.key)
             stored.append(entry)
         if stored:
@@ -221,13 +222,14 @@ class Tiering:
             del book.to_delete[num_dropped:]
             self._submit(book, JobKind.STORE, stored, delete_first=evicted)
 
-    def _make_room(self, book: TierBook, image_bytes: int, parent: Entry | None) -> bool:
+    def _make_room(self, book: TierBook, shape: Shape, parent: Entry | None) -> bool:
         # Evicts for a child of ``parent``, which therefore stays. Nobody leaves in vain.
-        excess_bytes = book.used_bytes + book.stored_bytes(image_bytes) - book.capacity_bytes
+        _, image_bytes, kind = shape
+        excess_bytes = book.residents.excess_bytes(kind, book.stored_bytes(image_bytes))
         if excess_bytes <= 0:
             return True
-        victims = victims_of(
-            book.policy,
+        victims = book.residents.victims(
+            kind,
             self._index,
             excess_bytes,
             is_here=book.holds,
@@ -270,6 +272,6 @@ class Tiering:
 
     def _forget(self, book: TierBook, entry: Entry, reason: str) -> None:
         entry.tiers &= ~book.bit
-        book.policy.remove(entry.key)
-        book.used_bytes -= book.stored_bytes(entry.image_bytes)
+        book.residents.policies[entry.kind].remove(entry.key)
+        book.count(entry, -1)
         self._on_lost(book, entry, reason)

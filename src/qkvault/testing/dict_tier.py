@@ -52,7 +52,8 @@ class DictTier(Tier):
     def scan(self) -> Iterator[Sequence[Found]]:
         for image in list(self.images.values()):
             head, size = read_header(memoryview(image)), len(image)
-            yield [Found(head.key, head.parent, sketch_of(head.tokens), head.num_tokens, size, size)]
+            sketch = sketch_of(head.tokens)
+            yield [Found(head.key, head.parent, sketch, head.num_tokens, size, size, space=head.space)]
 
     def contains(self, key: bytes) -> bool | None:
         return key in self.images

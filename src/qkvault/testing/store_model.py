@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
+
+import msgspec
 
 from qkvault.events import StoreEvent
 from qkvault.image import Header, check_of, header_bytes_for, read_header, sketch_of, write_header
-from qkvault.types import HASH_BYTES, SPACE_BYTES, TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk
+from qkvault.types import HASH_BYTES, SPACE_BYTES, TOKEN_BYTES, CacheKind, ChunkKey, ChunkRef, NewChunk
 from qkvault.wire.messages import Located
 
 SPACE: Final = bytes(range(SPACE_BYTES))
 ROOT: Final = SPACE + bytes(HASH_BYTES)
+QUERY_SPACE: Final = bytes(reversed(SPACE))
+QUERY_ROOT: Final = QUERY_SPACE + bytes(HASH_BYTES)
 _DESCRIPTION: Final = b"a space of tests"
+_QUERY_DESCRIPTION: Final = msgspec.msgpack.encode({"space": {"kind": CacheKind.QUERY}})
 
 
 class ModelChunk(NamedTuple):
@@ -40,6 +45,11 @@ class ModelChunk(NamedTuple):
         return check_of(self.tokens)
 
     @property
+    def kind(self) -> CacheKind:
+        """What kind of tensor it holds."""
+        return kind_of(self.key)
+
+    @property
     def header_bytes(self) -> int:
         """Size of the header; the same for all chunks."""
         return header_bytes_for(self.num_tokens, len(_DESCRIPTION))
@@ -53,7 +63,8 @@ class ModelChunk(NamedTuple):
         """Fill a slot, as a client does between reserve and commit."""
         image[self.header_bytes : self.header_bytes + len(self.payload)] = self.payload
         key, parent = ChunkKey(self.key), ChunkKey(self.parent)
-        write_header(image, Header(key, parent, self.tokens, _DESCRIPTION, self.header_bytes, len(self.payload), 0))
+        told = _QUERY_DESCRIPTION if self.kind is CacheKind.QUERY else _DESCRIPTION
+        write_header(image, Header(key, parent, self.tokens, told, self.header_bytes, len(self.payload), 0))
 
     def is_in(self, image: memoryview) -> bool:
         """Whether ``image`` holds this very chunk."""
@@ -63,6 +74,11 @@ class ModelChunk(NamedTuple):
             return False
         payload = bytes(image[header.header_bytes : header.header_bytes + header.payload_bytes])
         return self == (header.key, header.parent, header.tokens, payload)
+
+
+def kind_of(key: bytes) -> CacheKind:
+    """What kind of tensor a chunk of these tests holds: its space says so."""
+    return CacheKind.QUERY if key.startswith(QUERY_SPACE) else CacheKind.KV
 
 
 def tokens_of(numbers: Iterable[int]) -> bytes:
@@ -77,7 +93,7 @@ def chunks_of(
     chunks, parent, step = [], root, chunk_size * TOKEN_BYTES
     for start in range(0, len(tokens), step):
         own = tokens[start : start + step]
-        key = SPACE + hashlib.sha256(parent + own).digest()
+        key = root[:SPACE_BYTES] + hashlib.sha256(parent + own).digest()
         payload_bytes = len(own) // TOKEN_BYTES * token_payload_bytes
         chunks.append(ModelChunk(key, parent, own, hashlib.shake_128(key + bytes([version])).digest(payload_bytes)))
         parent = key
@@ -97,7 +113,9 @@ def checks_of(chunks: Iterable[ModelChunk]) -> bytes:
 class StoreModel:
     """Judges a store. Every ``check`` raises AssertionError with what is wrong."""
 
-    def __init__(self) -> None:
+    def __init__(self, quotas: Mapping[str, int] | None = None) -> None:
+        """``quotas`` tell how many bytes of queries each medium may hold."""
+        self.quotas = dict(quotas or {})
         self.images: dict[bytes, ModelChunk] = {}  # what may be found now
         self.history: defaultdict[bytes, list[ModelChunk]] = defaultdict(list)  # what a lease may still give
         self.writing: dict[int, dict[bytes, ModelChunk]] = {}  # by write lease
@@ -138,8 +156,18 @@ class StoreModel:
             for written in self.writing.values():
                 written.pop(key, None)
 
-    def hear(self, events: Iterable[StoreEvent]) -> None:
-        """Follow the store's events: a chunk comes before it leaves, and is not evicted before its children."""
+    def hear(
+        self,
+        events: Iterable[StoreEvent],
+        *,
+        by: CacheKind | None = None,
+        is_held: Callable[[str, bytes], bool] = lambda _tier, _key: True,
+    ) -> None:
+        """Follow the store's events: a chunk comes before it leaves, and is not evicted before its children.
+
+        ``by`` is the kind of what wanted room, if that is known: no KV leaves for queries. ``is_held(tier, key)`` tells
+        which queries had to stay: all others leave before any KV.
+        """
         for event in events:
             if not event.key:  # the reader was late, and is told everything anew
                 self.contents.clear()
@@ -151,7 +179,18 @@ class StoreModel:
                 here[event.key] = event.parent
             else:
                 del here[event.key]
+                if event.reason == "evicted" and kind_of(event.key) is CacheKind.KV:
+                    assert by is not CacheKind.QUERY, f"KV left for queries: {event}"
+                    idle = [key for key in here if kind_of(key) is CacheKind.QUERY and not is_held(event.tier, key)]
+                    assert not idle, f"KV left before queries: {event}"
                 assert event.reason != "evicted" or event.key not in here.values(), f"a head before its tail: {event}"
+
+    def check_quotas(self) -> None:
+        """No medium has more bytes of queries than it may."""
+        for tier, quota_bytes in self.quotas.items():
+            queries = [self.history[key][-1] for key in self.contents[tier] if kind_of(key) is CacheKind.QUERY]
+            used_bytes = sum(chunk.new().image_bytes for chunk in queries)
+            assert used_bytes <= quota_bytes, f"{tier}: {used_bytes} bytes of queries, {quota_bytes} are allowed"
 
     def check_lookup(
         self,
@@ -159,13 +198,14 @@ class StoreModel:
         query: Sequence[ModelChunk],
         view: Callable[[int, int], memoryview],
         *,
+        root: bytes = ROOT,
         tail: bytes = b"",
     ) -> None:
         """A lookup of ``query`` found a leading run of it, and nothing but what may be found now.
 
         ``tail`` are the tokens after the whole chunks of ``query``, if they were asked for (``match``).
         """
-        for ref in self._walk(located, query, tail):
+        for ref in self._walk(located, query, root, tail):
             assert ref.key in self.images, f"found and never committed, or cleared: {ref}"
             assert self.images[ref.key].is_in(view(ref.offset, ref.image_bytes)), f"other bytes: {ref}"
             assert ref.key in self.contents["ram"], f"no event told of {ref}"
@@ -181,16 +221,17 @@ class StoreModel:
         query: Sequence[ModelChunk],
         view: Callable[[int, int], memoryview],
         *,
+        root: bytes = ROOT,
         tail: bytes = b"",
     ) -> None:
         """A lease gives a leading run of what was asked for, in bytes that were committed at some time."""
-        for ref in self._walk(located, query, tail):
+        for ref in self._walk(located, query, root, tail):
             image = view(ref.offset, ref.image_bytes)
             assert any(chunk.is_in(image) for chunk in self.history[ref.key]), f"bytes nobody committed: {ref}"
 
-    def _walk(self, located: Located, query: Sequence[ModelChunk], tail: bytes) -> Iterator[ChunkRef]:
+    def _walk(self, located: Located, query: Sequence[ModelChunk], root: bytes, tail: bytes) -> Iterator[ChunkRef]:
         # The refs, each of which holds the tokens that were asked for at its place.
-        parent = query[0].parent if query else ROOT
+        parent = root
         for at, ref in enumerate(located.ready):
             asked = query[at] if at < len(query) else None
             tokens = asked.tokens if asked is not None else tail

@@ -27,6 +27,7 @@ from qkvault.policies.lru import LruPolicy
 from qkvault.pool import Pool
 from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
+from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.testing.dict_tier import DictTier
 from qkvault.testing.store_model import ROOT, ModelChunk, checks_of, chunks_of, keys_of, tokens_of
@@ -51,11 +52,11 @@ def make_driver(
 ) -> StoreDriver:
     """A running store that other processes may attach to. The caller closes it."""
     books = [
-        TierBook(number, tier.name, tier.medium, tier.capacity_bytes, tier.stored_bytes, LruPolicy())
+        TierBook(number, tier.name, tier.medium, tier.stored_bytes, Residents(LruPolicy, tier.capacity_bytes))
         for number, tier in enumerate(tiers)
     ]
     pool = Pool(pool_bytes, name="qkvault-test", prefault=False)
-    manager = StorageManager(pool, LruPolicy(), books, lease_seconds=lease_seconds)
+    manager = StorageManager(pool, Residents(LruPolicy, pool.capacity_bytes), books, lease_seconds=lease_seconds)
     return StoreDriver(manager, tiers, clock=clock, traits=traits or Traits())
 
 

@@ -52,7 +52,10 @@ class JobResult(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """One chunk that a scan found in a tier. What its header says besides is for those who hear events."""
+    """One chunk that a scan found in a tier. What its header says besides is for those who hear events.
+
+    ``space`` also says what kind of tensor it is: without it the chunk counts as KV.
+    """
 
     key: bytes
     parent: bytes

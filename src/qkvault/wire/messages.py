@@ -18,6 +18,7 @@ from qkvault.types import (
     SKETCH_BYTES,
     SPACE_BYTES,
     TOKEN_BYTES,
+    CacheKind,
     ChunkRefs,
     Medium,
     NewChunk,
@@ -133,9 +134,10 @@ class Release(Request, frozen=True):
 
 
 class Reserve(Request, frozen=True):
-    """Slots for new chunks. Answer: ``Reserved``."""
+    """Slots for new chunks. Answer: ``Reserved``. Queries have a quota, and no KV leaves for them."""
 
     chunks: Annotated[tuple[NewChunk, ...], Meta(max_length=MAX_CHUNKS)]
+    kind: CacheKind = CacheKind.KV  # of all of them
 
 
 class Commit(Request, frozen=True):
@@ -289,6 +291,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     used_bytes: int
     num_chunks: int
     is_healthy: bool
+    query_used_bytes: int = 0  # of used_bytes, those of queries
+    query_quota_bytes: int = 0  # how many these may be
 
 
 class Status(Reply, frozen=True):

@@ -10,7 +10,7 @@ from typing import Final, get_args
 import msgspec
 from msgspec import inspect as shape
 
-from qkvault.types import ChunkRefs, Medium, NewChunk, Outcome, RefRun
+from qkvault.types import CacheKind, ChunkRefs, Medium, NewChunk, Outcome, RefRun
 from qkvault.wire import codec
 from qkvault.wire import messages as m
 
@@ -45,7 +45,7 @@ def wire_markdown() -> str:
         requests="\n".join(_section(each) for each in get_args(m.AnyRequest)),
         replies="\n".join(_section(each) for each in get_args(m.AnyReply)),
         parts="\n".join(_section(each) for each in parts),
-        names="\n".join(_names(each) for each in (Medium, Outcome)),
+        names="\n".join(_names(each) for each in (CacheKind, Medium, Outcome)),
     ).replace("``", "`")
 
 
@@ -73,6 +73,8 @@ def _row(field: shape.Field, comment: str) -> str:
 
 
 def _value(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
     return {"None": "nil", "True": "true", "False": "false", "()": "[]"}.get(repr(value), repr(value).lstrip("b"))
 
 
