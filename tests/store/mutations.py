@@ -153,6 +153,39 @@ MUTATIONS = {
         "entry.shape == shape and self",
         "entry.shape[:2] == shape[:2] and self",
     ),
+    "forget leaves what hangs on a chunk": (CORE, "                walk += entry.children\n", "                pass\n"),
+    "forget leaves the tail": (
+        CORE,
+        "for child in (last.children if last is not None else ()) if",
+        "for child in () if",
+    ),
+    "forget takes more than the tail": (
+        CORE,
+        "if sketch.startswith(child.sketch)]",
+        "if sketch[:3] == child.sketch[:3]]",
+    ),
+    "forget stops at a hole": (
+        CORE,
+        "walk += [entry for entry in reversed(each) if entry is not None]",
+        "walk += [entry for entry in reversed(each) if entry is not None and each[0] is not None]",
+    ),
+    "forget leaves tiers alone": (CORE, "        self.tiering.delete(entry, reason)\n", ""),
+    "what is read is not forgotten": (
+        CORE,
+        "going = [entry for entry in found if entry.is_somewhere and not entry.doom]",
+        "going = [entry for entry in found if entry.is_somewhere and not entry.pins]",
+    ),
+    "what is doomed is found": (
+        CORE,
+        "if entry.doom or entry.state is ChunkState.WRITING:",
+        "if entry.state is ChunkState.WRITING:",
+    ),
+    "a lookup does not look for what is doomed": (CORE, "if self.num_doomed == 0 else list(range(len(run)))", ""),
+    "forget counts what has gone already": (
+        CORE,
+        "going = [entry for entry in found if entry.is_somewhere and not entry.doom]",
+        "going = [entry for entry in found if entry.is_somewhere]",
+    ),
     "match asks every medium": (
         "client.py",
         "m.Match(located.lease_id, parent, tokens, media)",
