@@ -41,6 +41,9 @@ BENCHES = {
     "disk": Bench("micro", "bench.micro.disks", "store to and load from disk, beside raw O_DIRECT files"),
     "load": Bench("load", "bench.load.mixed", "one server and 1 to 64 processes: each call's time, nothing lost"),
     "ttft": Bench("e2e", "bench.e2e.ttft", "time to the first token under vLLM: cold, from RAM, from disk"),
+    "capture": Bench(
+        "e2e", "bench.e2e.capture", "the same of a cold prompt while queries are captured, beside it without"
+    ),
 }
 
 

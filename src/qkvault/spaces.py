@@ -6,6 +6,7 @@ import msgspec
 
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
+from qkvault.types import SpaceId
 
 
 class SpaceDescription(msgspec.Struct, frozen=True):
@@ -23,6 +24,14 @@ class SpaceDescription(msgspec.Struct, frozen=True):
         """The inverse of ``encode``. Raises ValueError for anything else."""
         try:
             return msgspec.msgpack.decode(description, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             msg = f"not the description of a space: {error}"
             raise ValueError(msg) from error
+
+
+def space_id_of(description: bytes) -> SpaceId | None:
+    """Which space it describes: what keys of it begin with. None if it cannot be read."""
+    try:
+        return SpaceDescription.decode(description).space.space_id
+    except ValueError:
+        return None

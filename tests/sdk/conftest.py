@@ -8,11 +8,9 @@ import pytest
 
 from qkvault import embedded
 from qkvault.config import Config, load
-from qkvault.keys import KeySpace
-from qkvault.layout import ChunkLayout
 from qkvault.sdk import connect
 from qkvault.server.server import Server
-from qkvault.spaces import SpaceDescription
+from qkvault.testing.spaces import described
 from qkvault.types import CacheKind
 
 torch = pytest.importorskip("torch", reason="the SDK works on tensors")
@@ -20,22 +18,12 @@ torch = pytest.importorskip("torch", reason="the SDK works on tensors")
 _numbers = itertools.count()
 
 
-def spaces_of(
-    *, kind=CacheKind.KV, layers=2, heads=2, head_size=8, dtype="float32", ranks=1, chunk_size=64, block_size=16,
-    order="LBHNPD", model="m",
-):  # fmt: skip
+def spaces_of(*, kind=CacheKind.KV, layers=2, heads=2, ranks=1, chunk_size=64, model="m", **more):
     """What the workers of an engine would say of what they store; ``heads`` are those of one rank."""
-    layout = ChunkLayout(
-        kind=kind, num_layers=layers, num_heads=heads, head_size=head_size, num_parts=2 if kind is CacheKind.KV else 1,
-        dtype=dtype, block_size=block_size, chunk_size=chunk_size, order=order,
-    )  # fmt: skip
     return [
-        SpaceDescription(
-            KeySpace(
-                model_name=model, model_fingerprint="w", world_size=ranks, worker_id=rank, dtype=dtype, kind=kind,
-                chunk_size=chunk_size, tensors=layout.logical,
-            ),
-            layout,
+        described(
+            model, kind=kind, num_layers=layers, num_heads=heads, chunk_size=chunk_size, world_size=ranks,
+            worker_id=rank, **more,
         )
         for rank in range(ranks)
     ]  # fmt: skip

@@ -103,7 +103,7 @@ class TestRoundTrip:
         (described,) = make_spaces(dtype="bfloat16")
         fake = FakeEngine(described.layout, 16)
         store = embedded.find(here.instance_id)
-        metadata = EngineMetadata(model_name="m", model_fingerprint="w", layout=described.layout)
+        metadata = EngineMetadata(model_name="m", model_fingerprint="f", layout=described.layout)
         engine = CacheEngine(Config(chunk_size=64), metadata, fake.tensors, store.connect("engine"))
         engine.store(TOKENS[:192], block_ids=(table := fake.prefill(TOKENS[:192])))
         context = open_context(here, spaces=[described])
@@ -304,7 +304,7 @@ class TestChoice:
             connect(place)
         with (
             connect(place, spaces=make_spaces(model="a")),
-            pytest.raises(ConfigError, match=r"no models fit query of a: .*The store knows a \(model_fingerprint w"),
+            pytest.raises(ConfigError, match=r"no models fit query of a: .*The store knows a \(model_fingerprint f"),
         ):
             connect(place, kind=CacheKind.QUERY, model="a")
 
@@ -324,10 +324,15 @@ class TestChoice:
         with pytest.raises(ConfigError, match=r"ranks \[1\] of 2 of m "):
             connect(here, spaces=make_spaces(ranks=2)[:1])
 
+    def test_a_world_of_any_size_is_an_error_in_no_time(self, here, make_spaces):
+        """B298, B333: whoever describes a space may say any number."""
+        (described,) = make_spaces()
+        described = replace(described, space=replace(described.space, world_size=(1 << 32) - 1))
+        with pytest.raises(ConfigError, match=r"ranks \[1, 2, 3, .*, 16\] of 4294967295"):
+            connect(here, spaces=[described])
+
     def test_pages_that_cannot_be_seen_into_are_refused(self, here, make_spaces):
         """B298."""
-        from msgspec.structs import replace
-
         (described,) = make_spaces()
         with pytest.raises(LayoutMismatch):
             connect(here, spaces=[replace(described, layout=replace(described.layout, opaque=True))])
@@ -341,8 +346,6 @@ class TestChoice:
 
     def test_keys_of_this_process_only_are_for_a_store_of_this_process(self, here, place, open_context, make_spaces):
         """B298: the builtin hash is refused where others could not follow."""
-        from msgspec.structs import replace
-
         (described,) = make_spaces()
         described = replace(described, space=replace(described.space, hash_algorithm="builtin"))
         context = open_context(place, spaces=[described])

@@ -15,7 +15,7 @@ from qkvault.policies.base import Policy
 from qkvault.store.index import Entry, Index
 from qkvault.store.room import Room, victims_of
 from qkvault.tiers.base import Found, JobKind, JobResult, Piece, TierJob
-from qkvault.types import SPACE_BYTES, ChunkState, Medium
+from qkvault.types import ChunkState, Medium
 
 UNAVAILABLE: Final = "unavailable"
 CORRUPT: Final = "corrupt"
@@ -35,8 +35,6 @@ class TierBook:
     policy: Policy
     used_bytes: int = 0  # stored and being stored
     is_healthy: bool = True
-    is_void: bool = False  # what a scan still finds was cleared, and is to go
-    void_spaces: set[bytes] = field(default_factory=set)  # the same, of these spaces
     storing: set[bytes] = field(default_factory=set)  # being written to it
     deleting: dict[bytes, bool] = field(default_factory=dict)  # being removed -> whether to store it again afterwards
     to_delete: list[bytes] = field(default_factory=list)  # those of ``deleting`` that no job has yet
@@ -135,18 +133,18 @@ class Tiering:
                 self._drop(book, entry.key)
                 self._forget(book, entry, reason)
 
-    def adopt(self, book: TierBook, chunk: Found) -> Entry | None:
+    def adopt(self, book: TierBook, chunk: Found, *, is_forgotten: bool = False) -> Entry | None:
         """Enter what a scan found in ``book``; it is used later than what was entered before.
 
-        Removed instead is what was cleared, what does not fit the capacity, and what differs from a chunk of that key.
+        Removed instead is what ``is_forgotten``, what does not fit the capacity, and what differs from a chunk of that
+        key. What was stored there since is left alone.
         """
         known = self._index.get(chunk.key)
         if chunk.key in book.deleting or (known is not None and book.holds(known)):
             return None
         is_same = known is None or not known.is_somewhere or known.image_bytes == chunk.image_bytes
         if (
-            book.is_void
-            or chunk.key[:SPACE_BYTES] in book.void_spaces
+            is_forgotten
             or not (is_same and self._index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens))
             or not self._make_room(book, chunk.image_bytes, self._index.get(chunk.parent))
         ):

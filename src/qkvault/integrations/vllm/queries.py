@@ -66,9 +66,11 @@ def query_geometry(vllm_config: VllmConfig, kv_layout: ChunkLayout, config: Conf
 class WorkerQueries:
     """Capture in one worker. Owned by the thread that runs the model; after ``start`` nothing raises."""
 
-    def __init__(self, dispatcher: Dispatcher, layers: Mapping[str, Attention]) -> None:
-        """Taps ``layers`` for features that are registered."""
+    def __init__(self, dispatcher: Dispatcher, layers: Mapping[str, Attention], kv_link: Link) -> None:
+        """Taps ``layers`` for features that are registered. ``kv_link`` is the KV's, which tells of a restart."""
         self._dispatcher = dispatcher
+        self._kv_link = kv_link
+        self._num_sessions = kv_link.num_sessions
         self._tap: QueryTap | None = QueryTap(layers, dispatcher.save_kv_layer, lambda: dispatcher.is_capturing)
         self._step = 0  # number of the last plan: none is begun twice
 
@@ -94,8 +96,11 @@ class WorkerQueries:
         self._dispatcher.wait_for_save()
 
     def reclaim(self) -> None:
-        """Between steps: free what copies have done with."""
+        """Between steps: free what copies have done with, and follow the KV to a store that is back (row 97)."""
         self._dispatcher.reclaim()
+        if (num_sessions := self._kv_link.num_sessions) != self._num_sessions:
+            self._num_sessions = num_sessions
+            self._dispatcher.reregister()
 
     def close(self) -> None:
         """Give vLLM its methods back, finish the copies, end the session."""
@@ -148,7 +153,7 @@ def start(
         can_save=can_save,
     )
     dispatcher.register(engine)
-    return WorkerQueries(dispatcher, layers if can_save else {})
+    return WorkerQueries(dispatcher, layers if can_save else {}, kv_link)
 
 
 def _require_room(layout: ChunkLayout, num_blocks: int, device: torch.device) -> None:
