@@ -30,14 +30,17 @@ class QueryTap:
         """``show`` must not raise; it is called while ``is_wanted()``."""
         self._show = show
         self._is_wanted = is_wanted
-        self._impls = [layer.impl for layer in layers.values()]
+        # With each one what was there before: nothing as a rule, the class has the method; or somebody else's wrapper.
+        self._impls = [(layer.impl, vars(layer.impl).get(_FORWARD)) for layer in layers.values()]
         for name, layer in layers.items():
             setattr(layer.impl, _FORWARD, self._wrapped(name, layer.impl.forward))
 
     def close(self) -> None:
         """Give vLLM its own methods back. Idempotent."""
-        for impl in self._impls:
-            vars(impl).pop(_FORWARD, None)
+        for impl, before in self._impls:
+            delattr(impl, _FORWARD)
+            if before is not None:
+                setattr(impl, _FORWARD, before)
         self._impls = []
 
     def _wrapped(self, name: str, forward: Callable[..., object]) -> Callable[..., object]:
@@ -81,10 +84,13 @@ def attention_layers(
         if problem := _problem(layer, is_eager=vllm_config.model_config.enforce_eager):
             msg = f"QKVault cannot capture the queries of {name}, {problem}; or set transfer_intermediate_tensors to no"
             raise ConfigError(msg)
-    heads = {(layer.num_heads, layer.head_size) for layer in layers.values()}
-    if len(heads) > 1:
-        found = sorted(heads)
-        msg = f"QKVault captures queries of layers with equal heads only, these have {found}: name some in q_layers"
+    model = vllm_config.model_config
+    wanted = (model.get_num_attention_heads(vllm_config.parallel_config), model.get_head_size())
+    if others := {(layer.num_heads, layer.head_size) for layer in layers.values()} - {wanted}:
+        msg = (
+            f"QKVault captures queries of layers with the model's {wanted[0]} heads of {wanted[1]} elements only, some "
+            f"have {sorted(others)}: name others in q_layers"
+        )
         raise ConfigError(msg)
     return layers
 
