@@ -27,7 +27,8 @@ SRC = ROOT / "src"
 # Lowest first: a module imports from its own line and the lines above it. The longest name that fits counts.
 LAYERS = (
     "types errors",
-    "units address config_names config_sources config config_page registry events logs keys tokens layout spaces image policies",
+    "units address config_names config_sources config config_page registry",
+    "events logs keys tokens layout spaces image policies",
     "pool logical paged",
     "tiers codecs wire",
     "store",

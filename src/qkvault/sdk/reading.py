@@ -25,11 +25,7 @@ class Reader:
     def __init__(
         self, client: StoreClient, geometry: Geometry, span: Span, *, layers: Sequence[int], deadline: float
     ) -> None:
-<<<<<<< HEAD
-        """``layers`` are of the geometry. ``deadline`` is on the monotonic clock: later, nothing is waited for."""
-=======
         """``layers``: some of the geometry's. ``deadline`` is on the monotonic clock: later, nothing is waited for."""
->>>>>>> qtests
         self._client, self._geometry = client, geometry
         self._span, self._layers, self._deadline = span, list(layers), deadline
         self._rows = [geometry.layers.index(layer) for layer in layers]  # of a chunk

@@ -29,7 +29,7 @@ def query_engine(toy_engine, toy_queries):
 
     def start(*, settings=None, on_device=False, **options):
         engine = toy_engine(
-            settings=ON | {"qkvault.ram_bytes": "16MiB"} | (settings or {}),
+            settings=ON | {"qkvault.ram_bytes": "16MiB", "qkvault.query_bytes": "12MiB"} | (settings or {}),
             on_device=on_device, num_layers=2, layers=toy_queries.Layers, **options,
         )  # fmt: skip
         if on_device:
@@ -121,7 +121,9 @@ def test_a_ring_that_is_too_small_loses_chunks_and_says_so(
 @pytest.mark.parametrize("options", LAYOUTS)
 def test_a_store_that_is_always_full_costs_chunks_only(query_engine, new_traffic, verify, options):
     """B353: queries and KV that drive each other out: what is found is right, and every ring block comes back."""
-    engine = query_engine(num_blocks=48, settings={"qkvault.ram_bytes": 200 << 10}, **options)
+    engine = query_engine(
+        num_blocks=48, settings={"qkvault.ram_bytes": 200 << 10, "qkvault.query_bytes": 100 << 10}, **options
+    )
     new_traffic(engine, 23, num_requests=40).run()
     assert engine.status().counters["removed.ram.evicted"] > 20
     verify(engine)

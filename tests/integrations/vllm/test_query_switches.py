@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from qkvault import embedded
 from qkvault.embedded import socket_address
 from qkvault.errors import ConfigError
 from qkvault.sdk import connect
@@ -253,15 +252,9 @@ class TestRefused:
             worker.register_kv_caches(pages_of(engine))
         assert forwards_of(engine) == [False, False]
 
-    def test_a_store_that_takes_none(self, new_worker, monkeypatch):
+    def test_a_store_that_takes_none(self, new_worker):
         """B94, B113: an error at start, in the words that users know."""
-        from qkvault.store.driver import Traits
-
-        plain = embedded.open_driver
-        monkeypatch.setattr(
-            embedded, "open_driver", lambda config, shared: plain(config, shared=shared, traits=Traits())
-        )
-        engine, worker = new_worker(ON)
+        engine, worker = new_worker(ON | {"qkvault.query_bytes": 0})
         with pytest.raises(ValueError, match="Connector enables transfer_query but server does not"):
             worker.register_kv_caches(pages_of(engine))
 
