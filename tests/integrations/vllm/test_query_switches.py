@@ -34,8 +34,8 @@ def new_worker(new_engine):
 
     workers = []
 
-    def make(settings):
-        engine = new_engine({})
+    def make(settings, of_store=None):
+        engine = new_engine(of_store or {})
         engine.config.kv_transfer_config.kv_connector_extra_config.update(settings)
         workers.append(
             KVConnectorFactory.create_connector(engine.config, KVConnectorRole.WORKER, engine.kv_cache_config)
@@ -254,7 +254,7 @@ class TestRefused:
 
     def test_a_store_that_takes_none(self, new_worker):
         """B94, B113: an error at start, in the words that users know."""
-        engine, worker = new_worker(ON | {"qkvault.query_bytes": 0})
+        engine, worker = new_worker(ON, {"qkvault.query_bytes": 0})
         with pytest.raises(ValueError, match="Connector enables transfer_query but server does not"):
             worker.register_kv_caches(pages_of(engine))
 
