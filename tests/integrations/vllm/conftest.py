@@ -177,6 +177,12 @@ def real() -> ModuleType:
     return _sibling("real_engine")
 
 
+@pytest.fixture(scope="session")
+def server_process() -> type:
+    """``Server`` of the module ``real_server``: ``qkvault serve`` in a process of its own."""
+    return _sibling("real_server").Server
+
+
 def prompt_of(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 512) for _ in range(count)]
 

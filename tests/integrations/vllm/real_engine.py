@@ -45,12 +45,12 @@ class RealEngine:
             "max_num_batched_tokens": 256,
             "max_num_seqs": 8,
             "num_gpu_blocks_override": 128,
+            "enforce_eager": True,
         }
         self.llm = LLM(
             model=model,
             skip_tokenizer_init=True,
             dtype="float32",
-            enforce_eager=True,
             block_size=32,
             disable_log_stats=False,
             **defaults | options,

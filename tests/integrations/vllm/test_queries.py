@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,10 +80,28 @@ def worst(found: Any, true: Any) -> float:
     return float(((found - true).norm(dim=-1) / true.norm(dim=-1)).max())
 
 
-def contexts(engine: Any) -> tuple[Any, Any]:
-    """Queries, and K and V, of the store that is in the engine's process, by its socket."""
-    address = socket_address(engine.connector._instance_id)
+def address_of(engine: Any) -> str:
+    """Where the store in the engine's process is reached."""
+    return socket_address(engine.connector._instance_id)
+
+
+def contexts(address: str) -> tuple[Any, Any]:
+    """Queries, and K and V."""
     return connect(address, kind=CacheKind.QUERY), connect(address)
+
+
+def assert_both_are_those_of_transformers(address: str, run: Any, tokens: list[int], num_tokens: int) -> None:
+    """All queries, keys and values of the first ``num_tokens`` are stored, each under its own kind."""
+    true = run(tokens[:num_tokens])
+    with_queries, with_keys = contexts(address)
+    with with_queries, with_keys:
+        queries, keys = with_queries.retrieve(tokens[:num_tokens]), with_keys.retrieve(tokens[:num_tokens])
+    for found in (queries, keys):
+        assert found is not None
+        assert found.positions.tolist() == list(range(num_tokens))
+    assert worst(queries.q, true.q) < 1e-4
+    assert worst(keys.k, true.k) < 1e-4
+    assert worst(keys.v, true.v) < 1e-4
 
 
 def assert_ring_is_free(engine: Any) -> None:
@@ -157,7 +182,7 @@ def test_every_query_and_key_is_that_of_transformers(traffic, model_path, model_
     model = model_run.load_model(model_path)
     errors, attention = {"q": 0.0, "k": 0.0}, AttentionErrors()
     num_queries = num_holes = 0
-    with_queries, with_keys = contexts(engine)
+    with_queries, with_keys = contexts(address_of(engine))
     with with_queries, with_keys:
         for tokens in asked:
             true = model_run.run_model(model, tokens)
@@ -182,3 +207,144 @@ def test_every_query_and_key_is_that_of_transformers(traffic, model_path, model_
     assert num_holes > 500
     assert captured.num_partly_cached > 1
     assert_ring_is_free(engine)
+
+
+@pytest.fixture
+def tiny(tiny_model, model_run):
+    """What transformers computes for tokens under the tiny model."""
+    model = model_run.load_model(tiny_model)
+    return lambda tokens: model_run.run_model(model, tokens)
+
+
+@pytest.fixture
+def start(real, tiny_model):
+    """Starts engines over the tiny model, whose queries are captured, one at a time."""
+    engines = []
+
+    def start(settings=None, **options):
+        for engine in engines:
+            engine.close()
+        engines[:] = [real.RealEngine(tiny_model, ON | (settings or {}), **options)]
+        return engines[0]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def servers(server_process, tmp_path):
+    """Servers at one address, one after the other; the last one is ended with the test."""
+
+    class Servers:
+        address = f"unix://{tmp_path}/s"
+        last: Any = None
+
+        def start(self) -> None:
+            self.last = server_process(self.address, tmp_path / "disk")
+
+        def kill(self) -> None:
+            self.last.end(signal.SIGKILL)
+
+        def until_roles_are(self, roles: set[str]) -> None:
+            deadline = time.monotonic() + 30
+            while {each.instance.role for each in self.last.status().instances} != roles:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    servers = Servers()
+    servers.start()
+    yield servers
+    servers.last.end()
+
+
+def tiny_tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 500) for _ in range(count)]
+
+
+def test_a_long_prompt_in_steps_of_a_thousand_tokens_is_captured_whole(start, tiny):
+    """B85, B117: chunks of 256, none of which ends where a step ends: all of a cold prompt, and what is decoded."""
+    engine = start({"qkvault.chunk_size": 256}, max_num_batched_tokens=1000, max_model_len=4000)
+    prompt = tiny_tokens(1, 2700)
+    tokens = prompt + engine.generate([prompt], 120)[0]
+    assert_both_are_those_of_transformers(address_of(engine), tiny, tokens, 2816)  # 11 chunks of 2819 tokens
+    counters = engine.worker._queries._dispatcher.features["transfer_query"].capture.adapter.counters
+    assert (counters.num_captured, sum(counters.dropped.values())) == (11, 1)  # the last 3 tokens are no block
+    assert_ring_is_free(engine)
+    engine.assert_clean()
+
+
+def test_a_compiled_model_shows_the_same_queries(start, tiny):
+    """B116, B361: attention is called in Python from the compiled graph, as it is without one."""
+    found = {}
+    prompt = tiny_tokens(2, 300)
+    for is_eager in (True, False):
+        engine = start(enforce_eager=is_eager, max_num_batched_tokens=93)
+        assert (engine.llm.llm_engine.vllm_config.compilation_config.mode.name == "NONE") == is_eager
+        engine.generate([prompt], 2)
+        with connect(address_of(engine), kind=CacheKind.QUERY) as context:
+            found[is_eager] = context.retrieve(prompt)
+        assert_ring_is_free(engine)
+    assert found[True].num_tokens == found[False].num_tokens == 288
+    assert worst(found[False].q, found[True].q) < 1e-4
+    assert worst(found[False].q, tiny(prompt[:288]).q) < 1e-4
+
+
+def test_a_server_that_is_killed_while_queries_are_captured_costs_chunks_only(start, tiny, truth, servers):
+    """B97, B362: the engine goes on with the same texts; when the server is back, queries and KV are stored again."""
+    engine = start({"qkvault.address": servers.address, "qkvault.q.ring_blocks": 64}, max_num_batched_tokens=93)
+    before = tiny_tokens(3, 320)
+    tokens = before + engine.generate([before], 2)[0]
+    assert_both_are_those_of_transformers(servers.address, tiny, tokens, 320)
+
+    num_steps, schedule = 0, engine.scheduler.schedule
+
+    def disturbed(*args, **kwargs):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 12:
+            servers.kill()
+        if num_steps == 40:
+            servers.start()
+        return schedule(*args, **kwargs)
+
+    engine.scheduler.schedule = disturbed
+    assert engine.generate(truth["prompts"][24:], 24) == truth["texts"][24:]
+    assert num_steps > 60
+    engine.scheduler.schedule = schedule
+
+    servers.until_roles_are({"worker", "queries", "scheduler"})
+    after = tiny_tokens(4, 320)
+    tokens = after + engine.generate([after], 2)[0]
+    assert_both_are_those_of_transformers(servers.address, tiny, tokens, 320)
+    assert_ring_is_free(engine)
+    counters = engine.worker._queries._dispatcher.features["transfer_query"].capture.adapter.counters
+    assert counters.dropped["not_stored"] > 0
+    engine.worker.shutdown()
+    servers.until_roles_are({"scheduler"})
+
+
+def test_the_heads_of_two_ranks_are_one_tensor_in_the_models_order(tiny, tiny_model, servers, tmp_path):
+    """B104, B293: each rank captures its own heads; an engine that is killed is gone, what it has stored is not."""
+    prompts = [tiny_tokens(seed, 320) for seed in (5, 6)]
+    task = {
+        "model": tiny_model,
+        "disk": str(tmp_path / "unused"),
+        "door": "by name",
+        "rounds": [prompts],
+        "max_tokens": 4,
+        "end": "kill",
+        "settings": ON | {"qkvault.address": servers.address},
+        "options": {"tensor_parallel_size": 2, "max_num_batched_tokens": 93},
+    }
+    program = Path(__file__).with_name("real_engine.py")
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    done = subprocess.run(
+        [sys.executable, str(program), json.dumps(task)],
+        capture_output=True, text=True, check=False, timeout=540, env=os.environ | environment,
+    )  # fmt: skip
+    assert "TOLD " in done.stdout, done.stderr[-5000:]
+    servers.until_roles_are(set())
+    for prompt in prompts:
+        assert_both_are_those_of_transformers(servers.address, tiny, prompt, 320)

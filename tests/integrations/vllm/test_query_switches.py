@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -252,9 +253,21 @@ class TestRefused:
             worker.register_kv_caches(pages_of(engine))
         assert forwards_of(engine) == [False, False]
 
+<<<<<<< HEAD
     def test_a_store_that_takes_none(self, new_worker):
         """B94, B113: an error at start, in the words that users know."""
         engine, worker = new_worker(ON, {"qkvault.query_bytes": 0})
+=======
+    def test_a_store_that_takes_none(self, new_worker, monkeypatch):
+        """B113: an error at start, in the words that users know."""
+        from qkvault.store.driver import Traits
+
+        plain = embedded.open_driver
+        monkeypatch.setattr(
+            embedded, "open_driver", lambda config, shared: plain(config, shared=shared, traits=Traits())
+        )
+        engine, worker = new_worker(ON)
+>>>>>>> qtests
         with pytest.raises(ValueError, match="Connector enables transfer_query but server does not"):
             worker.register_kv_caches(pages_of(engine))
 
@@ -348,7 +361,7 @@ def test_queries_are_an_instance_beside_kv(new_engine, prompts):
     assert b"query" in kinds["queries"].spaces[0]
     assert b"query" not in kinds["worker"].spaces[0]
     engine.worker.shutdown()
-    assert roles_of(engine) == ["scheduler"]
+    assert (roles_of(engine), engine.status().num_leases) == (["scheduler"], 0)
 
 
 def test_salts_and_kinds_have_keys_of_their_own(new_engine, toy, toy_queries, prompts):
@@ -368,3 +381,46 @@ def test_salts_and_kinds_have_keys_of_their_own(new_engine, toy, toy_queries, pr
             assert kv.retrieve(prompt, identity=identity) is None
     engine.identity = mine
     assert len(toy_queries.assert_stored_is_right(engine, toy.digests, (0, 1))) == 4
+
+
+def test_an_instance_of_queries_is_reaped_when_it_is_silent(new_engine, prompts, toy_queries):
+    """B100, B104: one that pings after two minutes, one that never did after an hour; registering anew is no second."""
+    engine = new_engine(ON)
+    engine.ask(prompts(100))
+    sessions, now = engine.store.driver._sessions, engine.store.driver._clock()
+    link = toy_queries.capture_of(engine).adapter._link
+    for _ in range(2):
+        link.session().register(link._instance)
+    assert roles_of(engine) == ["queries", "scheduler", "worker"]
+    link.session().ping()
+    assert sessions.reap(now + 100) == []
+    assert [each.role for each in sessions.reap(now + 200)] == ["queries"]
+    assert roles_of(engine) == ["scheduler", "worker"]
+    link.session().register(link._instance)
+    assert roles_of(engine) == ["queries", "scheduler", "worker"]
+
+
+def test_a_server_that_comes_late_is_given_queries_from_then_on(new_engine, toy, toy_queries, prompts, tmp_path):
+    """B94: at the start nobody answers; that is no error, and what is captured until then is lost and counted."""
+    from qkvault.config import load
+    from qkvault.server.server import Server
+
+    address = f"unix://{tmp_path}/s"
+    engine = new_engine(ON | {"qkvault.address": address})
+    engine.ask(prompts(210), 1)
+    capture = toy_queries.capture_of(engine)
+    assert capture.adapter.counters.dropped["not_stored"] == 4
+    server = Server(load(env={}, cli={"listen": address, "ram_bytes": 16 << 20, "prefault": False, "chunk_size": 64}))
+    try:
+        prompt, deadline = prompts(210), time.monotonic() + 20
+        while not capture.adapter._link.is_up:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        engine.ask(prompt, 1)
+        with connect(address, kind=CacheKind.QUERY) as context:
+            found = context.retrieve(prompt)
+        assert (found.q[1].flatten(1).numpy() == toy_queries.queries_of(toy.digests(prompt[:208]), 1)).all()
+        engine.worker.shutdown()
+        toy_queries.assert_ring_is_free(engine)
+    finally:
+        server.close()
