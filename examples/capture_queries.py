@@ -209,7 +209,7 @@ def main(
 ) -> None:
     """Ask, read Q and K back, drop half of the document by attention, ask again. Exit code 1 if something is amiss."""
     console = Console(stderr=True)
-    console.print("One life of vLLM with a small model; about three minutes on two idle cores, one with --quick.")
+    console.print("One life of vLLM with a small model; some minutes on two cores, one or two with --quick.")
     with scratch(keep=False) as (_, log_path):
         try:
             with progress_on(console) as progress:
