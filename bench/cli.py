@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from bench import machine, report
 from bench.report import Screen
 from bench.samples import Row, Skip
@@ -39,6 +41,9 @@ BENCHES = {
     "disk": Bench("micro", "bench.micro.disks", "store to and load from disk, beside raw O_DIRECT files"),
     "load": Bench("load", "bench.load.mixed", "one server and 1 to 64 processes: each call's time, nothing lost"),
     "ttft": Bench("e2e", "bench.e2e.ttft", "time to the first token under vLLM: cold, from RAM, from disk"),
+    "capture": Bench(
+        "e2e", "bench.e2e.capture", "the same of a cold prompt while queries are captured, beside it without"
+    ),
 }
 
 
@@ -100,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = settings_of(options)
     for name in [name for name in os.environ if name.startswith("QKVAULT_")]:
         del os.environ[name]  # a setting of somebody's shell is no part of a bench
+    torch.set_num_threads(1)  # in this process everybody copies with one core, as memcpy does; engines have their own
     benches: dict[str, list[Row]] = {}
     for name in chosen:
         run: Callable[[Settings, Screen], list[Row]] = importlib.import_module(BENCHES[name].module).run

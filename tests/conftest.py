@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -34,6 +35,8 @@ pytest.register_assert_rewrite(
     )
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before anything loads OpenMP: threads that spin while the one they wait for has no core take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.register_profile("long", settings.get_profile("default"), max_examples=10_000)
 settings.load_profile("default")
@@ -142,6 +145,12 @@ def model_path() -> Path:
     if not (MODEL / "model.safetensors").is_file():
         _skip_or_fail(f"no model in {MODEL}: run scripts/fetch_model.py")
     return MODEL
+
+
+@pytest.fixture(scope="session")
+def model_run() -> SimpleNamespace:
+    """Models as transformers computes them: ``load_model`` and ``run_model`` of the module of that name."""
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("model_run.py"))))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -87,12 +87,32 @@ def test_many_clients_are_measured_and_nothing_is_lost(tmp_path):
 @pytest.mark.vllm
 def test_the_time_to_the_first_token_is_measured(tmp_path, model_path):
     """B59."""
-    found = bench(tmp_path, "e2e", "--engine", "inproc", "--case", "ram", "--model", str(model_path))
+    found = bench(tmp_path, "e2e", "--only", "ttft", "--engine", "inproc", "--case", "ram", "--model", str(model_path))
     assert not found["skipped"], found["skipped"]
     cold, hit = found["benches"]["ttft"]
     assert [series["role"] for series in cold["series"]] == ["ours", "limit"]
     assert hit["series"][0]["facts"]["found"] == 192  # of 200: whole blocks of 32, and one token is left to compute
     assert hit["series"][0]["facts"]["same 16 tokens"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_cost_of_capture_is_measured_and_nothing_is_dropped(tmp_path, model_path):
+    """B384: capture of a cold prompt beside the same engine without it, and every chunk of it stored."""
+    arguments = ["--only", "capture", "--engine", "inproc", "--model", str(model_path), "--dtype", "float32"]
+    found = bench(tmp_path, "e2e", *arguments)
+    assert not found["skipped"], found["skipped"]
+    off, on, some = found["benches"]["capture"]
+    for row in (off, on, some):
+        assert [series["role"] for series in row["series"]] == ["ours", "limit"]
+        assert row["targets"][0]["reached"] > 0
+    assert on["series"][1]["name"] == some["series"][1]["name"] == off["series"][0]["name"]
+    for row, num_layers in ((on, 30), (some, 8)):
+        facts = row["series"][0]["facts"]
+        assert (facts["chunks stored"], facts["chunks dropped"], facts["faults"]) == (1, 0, 0)
+        num_bytes = num_layers * 9 * 64 * 4  # of a token: layers, query heads, their size, float32
+        assert facts["MB a prompt"] == pytest.approx(192 * num_bytes / 1e6, rel=0.01)
+        assert facts["same tokens"] is True
 
 
 def test_a_ratio_is_taken_round_by_round():
@@ -122,4 +142,5 @@ def test_the_list_names_every_bench():
         "disk",
         "load",
         "ttft",
+        "capture",
     ]

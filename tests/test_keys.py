@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from qkvault.keys import KIND_EMBEDS, KIND_MASK
 from qkvault.layout import ELEMENT_BYTES
+from qkvault.spaces import SpaceDescription
+from qkvault.testing.spaces import described
 from qkvault.tokens import (
     CacheEngineKey,
     KeySpace,
@@ -30,6 +32,7 @@ from qkvault.types import CacheKind
 ROOT = Path(__file__).resolve().parent.parent
 VECTORS = json.loads((ROOT / "tests" / "data" / "key_vectors.json").read_text(encoding="utf-8"))
 HASH = bytes(range(32))
+LAYOUT = described().layout
 
 # What people put into names, and what our own syntax is made of.
 NASTY = ["", "a", "b", "m@1", "a/b", "../x", "a%b", "%40", "=40", "a##query", "##query", "#", "qkv.salt", "x" * 300]
@@ -183,7 +186,10 @@ def test_the_golden_chains_are_what_the_code_and_the_page_say(vector):
 
 @pytest.mark.parametrize("vector", VECTORS["keys"], ids=lambda vector: vector["name"])
 def test_the_golden_keys_are_what_the_code_and_the_page_say(vector):
-    """Space ids, 48-byte keys, descriptions and texts of the vectors come out of our code and of the page's."""
+    """Space ids, 48-byte keys, descriptions and texts of the vectors come out of our code and of the page's.
+
+    The vector's description is that of the space, which a header holds as the first of two fields.
+    """
     space, identity, chunk_hash = vector["space"], vector["identity"], vector["chunk_hash"]
     key = CacheEngineKey.of(space_of(space), bytes.fromhex(chunk_hash), identity_of(identity))
     named = key if vector["layer"] is None else key.split_layers(vector["layer"] + 1)[-1]
@@ -193,7 +199,9 @@ def test_the_golden_keys_are_what_the_code_and_the_page_say(vector):
     assert [value.hex() for value in hasher.hashes] == [chunk_hash]
     assert key.chunk_key.hex() == vector["space_id"] + chunk_hash
     assert named.to_string() == spec_text(space, identity, chunk_hash, vector["layer"]) == vector["text"]
-    assert key.space.describe().hex() == msgspec.msgpack.encode(space).hex() == vector["description"]
+    assert msgspec.msgpack.encode(space).hex() == vector["description"]
+    held = SpaceDescription(key.space, LAYOUT).encode().hex()
+    assert held.startswith(b"\x82\xa5space".hex() + vector["description"] + b"\xa6layout".hex())
 
 
 def test_the_page_shows_golden_vectors():
@@ -460,27 +468,32 @@ def test_kv_and_query_of_a_prompt_share_hashes_and_not_keys():
 @given(names, numbers, st.sampled_from(CacheKind))
 def test_a_space_survives_its_description(name, group, kind):
     """KEY-11: what a header says of its space reads back as the same space."""
-    space = a_space(model_name=name, layer_group=group, kind=kind)
-    assert KeySpace.from_description(space.describe()) == space
+    description = SpaceDescription(a_space(model_name=name, layer_group=group, kind=kind), LAYOUT)
+    assert SpaceDescription.decode(description.encode()) == description
 
 
 @pytest.mark.parametrize(
-    "description",
+    "space",
     [
-        b"",
-        b"\xc1",
-        msgspec.msgpack.encode(1),
-        msgspec.msgpack.encode({"model_name": "m"}),
-        msgspec.msgpack.encode({**msgspec.structs.asdict(a_space()), "kind": "hidden"}),
-        msgspec.msgpack.encode({**msgspec.structs.asdict(a_space()), "dtype": "int3"}),
-        msgspec.msgpack.encode({**msgspec.structs.asdict(a_space()), "more": 1}),
-        a_space().describe() + b"\0",
+        1,
+        {"model_name": "m"},
+        *(
+            {**msgspec.structs.asdict(a_space()), name: value}
+            for name, value in (("kind", "hidden"), ("dtype", "int3"), ("more", 1))
+        ),
     ],
 )
-def test_a_wrong_description_is_refused(description):
+def test_a_wrong_description_is_refused(space):
     """KEY-11: a description that is broken, lacks a field or has an unknown one raises ValueError."""
-    with pytest.raises(ValueError, match="not the description of a space"):
-        KeySpace.from_description(description)
+    whole = msgspec.to_builtins(SpaceDescription(a_space(), LAYOUT))
+    for description in (
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({**whole, "space": space}),
+        msgspec.msgpack.encode(whole) + b"\0",
+    ):
+        with pytest.raises(ValueError, match="not the description of a space"):
+            SpaceDescription.decode(description)
 
 
 @pytest.mark.parametrize(

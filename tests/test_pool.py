@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from qkvault import pool as pool_module
 from qkvault.errors import ConfigError, InvariantError
 from qkvault.image import ALIGNMENT_BYTES
-from qkvault.pool import AttachedPool, Pool
+from qkvault.pool import AttachedPool, Pool, cgroup_limit_bytes
 
 MIB = 1 << 20
 NAME = "qkvault-test"
@@ -157,12 +157,43 @@ def test_a_size_that_no_address_holds_is_refused():
         make_pool(1 << 80)
 
 
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "limit_bytes"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/\n", {"memory.max": "4096"}, 4096),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "8192", "memory.max": "max"}, 8192),
+        ("0::/a/b\n", {"a/b/memory.max": "4096", "a/memory.max": "8192"}, 4096),
+        ("0::/elsewhere\n", {"memory.max": "4096"}, 4096),
+        ("5:cpu,cpuacct:/\n4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "4096"}, 4096),
+        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "4096"}, 4096),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+    ],
+)
+def test_the_tightest_limit_of_all_groups_counts(tmp_path, cgroup, files, limit_bytes):
+    """Both versions of control groups are read, with the limits of the groups above, as far as they can be seen."""
+    write(tmp_path / "proc/self/cgroup", cgroup)
+    for name, text in files.items():
+        write(tmp_path / f"sys/fs/cgroup/{name}", text)
+    assert cgroup_limit_bytes(tmp_path) == limit_bytes
+
+
+def test_a_machine_without_control_groups_has_no_limit(tmp_path):
+    """What cannot be read is no limit."""
+    assert cgroup_limit_bytes(tmp_path) is None
+
+
 def test_a_container_s_limit_counts_as_memory(tmp_path, monkeypatch):
-    limit, absent, unlimited = tmp_path / "limit", tmp_path / "absent", tmp_path / "unlimited"
-    limit.write_text(f"{8 * MIB}\n")
-    unlimited.write_text("max\n")
-    monkeypatch.setattr(pool_module, "_CGROUP_LIMITS", [str(absent), str(unlimited), str(limit)])
-    with pytest.raises(ConfigError, match=f"{8 * MIB} are available"):
+    write(tmp_path / "proc/self/cgroup", "0::/a.service\n")
+    write(tmp_path / "sys/fs/cgroup/a.service/memory.max", f"{8 * MIB}\n")
+    monkeypatch.setattr(pool_module, "_ROOT", tmp_path)
+    with pytest.raises(ConfigError, match=f"{8 * MIB} are available in this control group"):
         Pool(9 * MIB)
     Pool(7 * MIB).close()
 

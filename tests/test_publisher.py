@@ -23,13 +23,12 @@ from qkvault.embedded import EmbeddedStore
 from qkvault.errors import ConfigError
 from qkvault.events import block_hash_of
 from qkvault.image import Header, check_of, header_bytes_for, sketch_of, write_header
-from qkvault.keys import KeySpace, MediaSpan, RequestIdentity
-from qkvault.layout import ChunkLayout
+from qkvault.keys import MediaSpan, RequestIdentity
 from qkvault.prefix import Prefix
 from qkvault.publisher import Publisher
 from qkvault.server.server import Server
-from qkvault.spaces import SpaceDescription
-from qkvault.types import CacheKind, ChunkState, NewChunk
+from qkvault.testing.spaces import described
+from qkvault.types import ChunkState, NewChunk
 from qkvault.wire import messages as m
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is of the extra `server`")
@@ -38,18 +37,8 @@ pytestmark = pytest.mark.vllm
 # An interpreter with the package ai-dynamo-runtime, which is not among our dependencies.
 DYNAMO_PYTHON = os.environ.get("QKV_DYNAMO_PYTHON")
 CHUNK, BLOCK, TOKEN_PAYLOAD_BYTES, WAIT_SECONDS = 32, 16, 64, 20.0
-SPACE = KeySpace(model_name="m", model_fingerprint="f", dtype="float16", tensors="t", chunk_size=CHUNK)
-LAYOUT = ChunkLayout(
-    kind=CacheKind.KV,
-    dtype="float16",
-    num_layers=1,
-    num_heads=1,
-    head_size=8,
-    num_parts=2,
-    block_size=16,
-    chunk_size=32,
-    order="LBHNPD",
-)
+DESCRIBED = described(dtype="float16", block_size=BLOCK, chunk_size=CHUNK)
+SPACE = DESCRIBED.space
 ANYWHERE = "tcp://127.0.0.1:*"
 
 
@@ -60,7 +49,7 @@ class Tenant:
         self.client = store.connect("tenant")
         self.space = space
         self.identity = identity or RequestIdentity()
-        self.description = SpaceDescription(space, LAYOUT).encode()
+        self.description = msgspec.structs.replace(DESCRIBED, space=space).encode()
 
     def items(self, word):
         tokens = ids_of(word)

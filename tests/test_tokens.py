@@ -52,7 +52,7 @@ def a_hasher(tokens=(), identity=PLAIN, scheme="sha256", chunk_size=4) -> TokenH
 def state_of(hasher: TokenHasher) -> tuple:
     """All that a chain tells of itself, its longest tail included."""
     hashes, num_left = hasher.hashes, hasher.num_tokens % hasher.chunk_size
-    tokens = [hasher.chunk_tokens(index) for index in range(len(hashes))]
+    tokens = [hasher.tokens_from(index) for index in range(len(hashes))]
     parents = [hasher.parent_of(index) for index in range(len(hashes) + 1)]
     return hasher.num_tokens, hashes, hasher.checks, tokens, parents, hasher.tail(num_left) if num_left else None
 
@@ -282,7 +282,7 @@ def test_any_beginning_of_any_chunk_has_the_hash_it_would_have_as_a_tail(identit
     before = state_of(hasher)
     for index, num_tokens in ((0, 1), (0, 4), (1, 3), (1, 4), (2, 1), (2, 3)):
         shorter = a_hasher(range(index * 4 + num_tokens), identity)
-        expected = shorter.tail(num_tokens) if num_tokens < 4 else (shorter.hashes[-1], shorter.chunk_tokens(index))
+        expected = shorter.tail(num_tokens) if num_tokens < 4 else (shorter.hashes[-1], shorter.tokens_from(index))
         assert hasher.chunk(index, num_tokens) == expected
     assert state_of(hasher) == before
     for index, num_tokens in ((0, 0), (0, -1), (0, 5), (2, 4), (3, 1), (-1, 1)):
@@ -307,7 +307,7 @@ def test_checks_are_of_the_tokens(tokens):
     """KEY-18: the checks kept with entries are crc32 of each chunk's tokens, and those are what was hashed."""
     hasher = a_hasher(tokens)
     expected = [token_bytes(tokens[start : start + 4]) for start in range(0, len(tokens) - 3, 4)]
-    assert [hasher.chunk_tokens(index) for index in range(len(expected))] == expected
+    assert [hasher.tokens_from(index) for index in range(len(expected))] == expected
     assert hasher.checks == b"".join(check_of(chunk) for chunk in expected)
 
 
@@ -326,7 +326,7 @@ def test_a_hash_that_collides_is_told_by_the_check():
         hasher.extend([token] * 4)
     assert one.hashes == other.hashes
     assert one.checks != other.checks
-    assert one.chunk_tokens(0) != other.chunk_tokens(0)
+    assert one.tokens_from(0) != other.tokens_from(0)
 
 
 def test_what_a_chain_returns_is_a_copy():
@@ -340,7 +340,7 @@ def test_wrong_calls_of_a_chain_are_refused():
     """B37: chunks that are not there, fewer tokens than were seen, and impossible sizes raise ValueError."""
     hasher = a_hasher(range(9))
     for call, args in (
-        (hasher.chunk_tokens, (-1,)), (hasher.chunk_tokens, (2,)), (hasher.parent_of, (-1,)), (hasher.parent_of, (3,)),
+        (hasher.parent_of, (-1,)), (hasher.parent_of, (3,)),
         (hasher.truncate, (-1,)), (hasher.truncate, (10,)), (hasher.update_to, (range(8),)),
         (TokenHasher, (PLAIN, 0)),
     ):  # fmt: skip

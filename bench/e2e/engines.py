@@ -38,6 +38,7 @@ class Connector(NamedTuple):
     env: Mapping[str, str] = MappingProxyType({})
     is_foreign: bool = False  # runs in the peer's environment
     folder: Path | None = None  # what survives a restart lies here
+    is_counted: bool = False  # vLLM keeps its metrics, for ``Life.numbers``
 
 
 class Answer(NamedTuple):
@@ -60,6 +61,13 @@ def ours(disk: Path | None = None) -> Connector:
         extra["qkvault.disk_path"] = str(disk)
     config = {"kv_connector": "QKVaultConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return Connector("ram" if disk is None else "disk", "QKVault", Role.OURS, config, folder=disk)
+
+
+def capturing(case: str, name: str, role: Role, extra: Mapping[str, object]) -> Connector:
+    """Our connector in RAM, with room for queries beside K and V, and more settings."""
+    settings = {"qkvault.ram_bytes": str(2 * POOL_BYTES)} | dict(extra)
+    config = {"kv_connector": "QKVaultConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    return Connector(case, name, role, config, is_counted=True)
 
 
 def lmcache(chunk_tokens: int, *, is_tuned: bool = False) -> Connector:
@@ -117,6 +125,7 @@ class Life:
             "dtype": settings.dtype,
             "connector": connector.config,
             "seed": settings.seed,
+            "is_counted": connector.is_counted,
         }
         env = QUIET | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_multiprocess else "0",
@@ -146,6 +155,10 @@ class Life:
     def drop(self) -> None:
         """Empty vLLM's own prefix cache."""
         children.ask(self._child, do="drop")
+
+    def numbers(self) -> dict[str, float]:
+        """What vLLM's metrics say of captured queries, by name and labels. Only of a connector that is counted."""
+        return {name: float(str(value)) for name, value in children.ask(self._child, do="numbers").items()}
 
     def settle_on_disk(self) -> None:
         """Wait until its folder has stopped growing."""

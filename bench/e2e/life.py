@@ -51,6 +51,7 @@ class Life:
             enforce_eager=True,
             enable_prefix_caching=True,
             seed=work["seed"],
+            disable_log_stats=not work["is_counted"],
         )
 
     def tokenize(self, text: str) -> dict[str, Any]:
@@ -86,6 +87,17 @@ class Life:
         msg = "vLLM does not let go of its prefix cache"
         raise RuntimeError(msg)
 
+    def numbers(self) -> dict[str, Any]:
+        """What is told of captured queries. Numbers come with steps, so that some tiny ones are run first."""
+        params = self._sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+        self._pokes += 1
+        self.llm.generate([{"prompt_token_ids": [100 + self._pokes % 1000, 7, 8]}], params, use_tqdm=False)
+        prefix = "vllm:qkvault_query_"
+        found = [metric for metric in self.llm.get_metrics() if metric.name.startswith(prefix)]
+        labels = [list(metric.labels.values())[2:] for metric in found]  # behind vLLM's own two
+        names = [".".join([m.name.removeprefix(prefix), *more]) for m, more in zip(found, labels, strict=True)]
+        return {name: metric.value for name, metric in zip(names, found, strict=True)}
+
     def end(self) -> dict[str, Any]:
         """End the engine, so that what was begun is finished. Idempotent."""
         llm, self.llm = self.llm, None
@@ -112,7 +124,7 @@ def tree_cpu_seconds() -> float:
 def main() -> None:
     """Answer orders until stdin ends."""
     life = Life(json.loads(sys.argv[1]))
-    does = ("tokenize", "ask", "drop", "end")
+    does = ("tokenize", "ask", "drop", "numbers", "end")
     orders.serve({name: getattr(life, name) for name in does}, life.start)
     life.end()
     os._exit(0)  # threads of a connector may keep the process

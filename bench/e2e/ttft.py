@@ -108,6 +108,8 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
 class Mode:
     """The measurements under one of vLLM's modes."""
 
+    bench = "ttft"
+
     def __init__(self, settings: Settings, screen: Screen, engine: str) -> None:
         """``engine`` is a key of ENGINES."""
         self._settings = settings
@@ -230,7 +232,7 @@ class Mode:
         try:
             yield
         except Skip as reason:
-            self._screen.skip(f"ttft, {self._title}, {runner.connector.name}", str(reason))
+            self._screen.skip(f"{self.bench}, {self._title}, {runner.connector.name}", str(reason))
             runner.stop()
             alive.remove(runner)
 
@@ -252,4 +254,4 @@ class Mode:
         return Row(name=f"{what}, {self._title}", unit=Unit.CALLS, amount=1, series=told, targets=targets)
 
     def _task(self, what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
-        return self._screen.task(f"ttft, {self._title}, {what}", total)
+        return self._screen.task(f"{self.bench}, {self._title}, {what}", total)

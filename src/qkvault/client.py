@@ -33,6 +33,11 @@ class StoreClient:
         """The store's memory."""
         return self._transport.pool
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the store can do besides."""
+        return self._transport.features
+
     def find(
         self,
         root: bytes,

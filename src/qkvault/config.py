@@ -8,30 +8,24 @@ is a ConfigError that names the key, the value and where it came from.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Final, Literal, NamedTuple, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from qkvault.address import EXPECTED, parse_address
 from qkvault.config_names import explain_unknown, nearest
+from qkvault.config_sources import ENV_PREFIX, VLLM_PREFIX, Setting, all_settings
 from qkvault.errors import ConfigError
 from qkvault.types import GRAIN_TOKENS
-from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_size
+from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_numbers, parse_size
 
-ENV_PREFIX: Final = "QKVAULT_"
-ENV_FILE: Final = "QKVAULT_CONFIG"
-VLLM_PREFIX: Final = "qkvault."
 DEFAULT: Final = "default"
 SECRETS: Final = frozenset({"token"})  # settings that are not shown
 CACHE_POLICIES: Final = ("fifo", "lfu", "lru", "mru")  # a test holds them against qkvault.policies, a layer above
-
-# What Kubernetes puts into every container's environment for a Service called qkvault or qkvault-*.
-_SERVICE_LINK: Final = re.compile(r"QKVAULT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_\w+)?)")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,6 +171,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(description="ZeroMQ endpoint that missed events are asked for at.", examples=["tcp://127.0.0.1:5558"])
     ] = ""
     events_topic: Annotated[str, Meta(description="Topic of the events.")] = ""
+    transfer_intermediate_tensors: Annotated[
+        bool,
+        Meta(
+            description="Capture queries under vLLM and store them beside KV, of which they take some times the bytes."
+        ),
+    ] = False
+    q_requests: Annotated[
+        Literal["all", "asked"],
+        Meta(
+            description="Whose queries are captured: of all requests but those whose kv_transfer_params have "
+            "`qkvault.queries: false`, or only of those where it is true."
+        ),
+    ] = "all"
+    q_layers: Annotated[
+        str,
+        Meta(description="Numbers of the layers whose queries are captured, from 0. Empty: all.", examples=["0,8-11"]),
+    ] = ""
+    q_ring_blocks: Annotated[
+        int, Meta(ge=0, description="Blocks of the ring that queries are collected in. 0: by q_ring_depth.")
+    ] = 0
+    q_ring_depth: Annotated[int, Meta(ge=1, description="How many of the engine's largest steps that ring holds.")] = 2
     model_revision: Annotated[
         str, Meta(description="Generation of the weights, part of every key: change it after a weight update.")
     ] = ""
@@ -189,6 +204,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def is_shared(self) -> bool:
         """Whether other processes than this one, or a later one, read the keys."""
         return self.disk_path is not None or self.address is not None
+
+    @property
+    def query_layers(self) -> tuple[int, ...] | None:
+        """Numbers of the layers whose queries are captured, in order; None: all."""
+        return parse_numbers(self.q_layers) if self.q_layers else None
 
     def __post_init__(self) -> None:
         """Refuse what the types allow and the cache cannot do. Raises ConfigError."""
@@ -224,13 +244,6 @@ class Loaded(msgspec.Struct, frozen=True):
         return {name: (value, self.sources[name]) for name, value in values.items()}
 
 
-class _Setting(NamedTuple):
-    source: str
-    key: str  # as the user wrote it
-    name: str  # the field it should be
-    raw: object
-
-
 _FIELDS: Final = {field.name: field for field in msgspec.structs.fields(Config)}
 
 
@@ -250,7 +263,7 @@ def load(
     environment = os.environ if env is None else env
     values: dict[str, object] = {}
     sources = dict.fromkeys(_FIELDS, DEFAULT)
-    for setting in _all_settings(path, environment, vllm or {}, cli or {}):
+    for setting in all_settings(path, environment, vllm or {}, cli or {}):
         if setting.name not in _FIELDS:
             msg = f"unknown setting {setting.key!r} ({setting.source}): {_explain(setting)}"
             raise ConfigError(msg)
@@ -264,54 +277,6 @@ def load(
         msg = f"disk_bytes is set ({sources['disk_bytes']}), and disk_path is not: there is no disk tier to cap"
         raise ConfigError(msg)
     return Loaded(msgspec.convert(values, Config), sources)
-
-
-def _all_settings(
-    path: str | os.PathLike[str] | None,
-    environment: Mapping[str, str],
-    vllm: Mapping[str, object],
-    cli: Mapping[str, object],
-) -> Iterator[_Setting]:
-    """Every setting that somebody gave, the weakest source first."""
-    if path is not None:
-        yield from _read_file(Path(path), "given")
-    elif environment.get(ENV_FILE):
-        yield from _read_file(Path(environment[ENV_FILE]), f"from {ENV_FILE}")
-    for key, text in environment.items():
-        if key.startswith(ENV_PREFIX) and key != ENV_FILE and not _SERVICE_LINK.fullmatch(key):
-            yield _Setting(f"env {key}", key, key.removeprefix(ENV_PREFIX).lower(), text)
-    for key, raw in vllm.items():
-        if key.startswith(VLLM_PREFIX):
-            yield _Setting("vllm", key, key.removeprefix(VLLM_PREFIX), raw)
-        elif key.lower().startswith("qkvault"):
-            msg = f"unknown setting {key!r} (vllm): write it as '{VLLM_PREFIX}<setting>'"
-            raise ConfigError(msg)
-    for key, raw in cli.items():
-        if raw is not None:
-            yield _Setting("cli", key, key, raw)
-
-
-def _read_file(path: Path, origin: str) -> Iterator[_Setting]:
-    import yaml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        settings = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date that does not exist
-        msg = f"cannot read the settings in {path} ({origin}): {' '.join(str(error).split())}"
-        raise ConfigError(msg) from error
-    if settings is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        msg = f"{path} ({origin}) holds no settings: expected lines of `name: value`"
-        raise ConfigError(msg)
-    written = [key.value for key, _ in root.value]
-    if twice := sorted({key for key in written if written.count(key) > 1}):
-        msg = f"{path} ({origin}) sets {', '.join(twice)} more than once"
-        raise ConfigError(msg)
-    for key, raw in settings.items():
-        yield _Setting(f"file {path}", str(key), str(key), raw)
 
 
 def _coerce(name: str, raw: object) -> object:
@@ -363,6 +328,11 @@ def _problem(name: str, value: object) -> str:
         return "expected a plain path, without a scheme"
     if name == "address" and value is not None and not _is_address(text):
         return EXPECTED
+    if name == "q_layers" and text:
+        try:
+            parse_numbers(text)
+        except ValueError as error:
+            return str(error)
     return ""
 
 
@@ -374,7 +344,7 @@ def _is_address(text: str) -> bool:
     return where.is_unix or where.port > 0  # 0 is for servers that let the system choose
 
 
-def _explain(setting: _Setting) -> str:
+def _explain(setting: Setting) -> str:
     is_env = setting.source.startswith("env ")
     prefix = ENV_PREFIX if is_env else VLLM_PREFIX if setting.source == "vllm" else ""
     return explain_unknown(setting.name, {name: prefix + (name.upper() if is_env else name) for name in _FIELDS})

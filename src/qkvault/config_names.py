@@ -15,6 +15,7 @@ LMCACHE_KEYS: Final[dict[str, tuple[str | None, str]]] = {
     "max_local_disk_size": ("disk_bytes", "in bytes, where theirs was in GB: 5.0 becomes 5GiB"),
     "save_unfull_chunk": ("save_partial_chunks", ""),
     "save_decode_cache": ("save_decode", ""),
+    "mp_transfer_intermediate_tensors": ("transfer_intermediate_tensors", ""),
     "pre_caching_hash_algorithm": ("hash_algorithm", ""),
     "min_retrieve_tokens": ("min_hit_tokens", ""),
     "pin_timeout_sec": ("lease_seconds", ""),

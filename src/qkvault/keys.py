@@ -222,19 +222,6 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The space that all ranks share where only the first one saves, as with MLA: free of the world's size."""
         return replace(self, world_size=1, worker_id=0)
 
-    def describe(self) -> bytes:
-        """The space in msgpack, names of fields included: what a chunk's header says of itself."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def from_description(cls, description: bytes) -> KeySpace:
-        """The inverse of ``describe``. Raises ValueError for anything else."""
-        try:
-            return msgspec.msgpack.decode(description, type=cls)
-        except msgspec.MsgspecError as error:
-            msg = f"not the description of a space: {error}"
-            raise ValueError(msg) from error
-
 
 @lru_cache(maxsize=256)
 def _space_id(space: KeySpace) -> SpaceId:

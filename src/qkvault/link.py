@@ -42,6 +42,7 @@ class Link:
         self._ping_seconds = ping_seconds
         self._lock = threading.Lock()  # guards all that follows
         self._client: StoreClient | None = None
+        self.num_sessions = 0  # that there have been; to be read only
         self._was_tried = False
         self._is_closed = False
         self._problem = ""
@@ -127,6 +128,7 @@ class Link:
             is_wanted = not self._is_closed
             if is_wanted:
                 self._client = client
+                self.num_sessions += 1
         if is_wanted:
             _log.debug("store_reached", pool_bytes=client.pool.capacity_bytes)
         else:

@@ -28,6 +28,9 @@ INSTANCE: Final = "instance_id"
 TIERS: Final = ("disk",)
 REMOVAL_REASONS: Final = ("evicted", "cleared", "forgotten", "superseded", "cooled", "absent", "corrupt")
 FAILURE_REASONS: Final = ("absent", "corrupt", "unavailable")
+DROP_REASONS: Final = (  # of queries; a test holds them against qkvault.capture, a layer above
+    "not_computed", "ring_full", "bad_blocks", "row_missing", "layer_missing", "ended", "no_room", "not_stored",
+)  # fmt: skip
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -74,6 +77,14 @@ def _of_status(field: str, help_text: str) -> Metric:
     return Metric(f"qkvault_store_{name}", "gauge", help_text, f"status.{field}")
 
 
+def _of_queries(source: str, help_text: str, **labels: Labels) -> Metric:
+    return Metric(f"qkvault_query_{source}_total", "counter", help_text, source, labels)
+
+
+def _of_ring(source: str, help_text: str) -> Metric:
+    return Metric(f"qkvault_query_{source}", "gauge", help_text, source)
+
+
 ENGINE_METRICS: Final = (
     _of_operations("requests", "Requests begun.", "requests"),
     _of_operations("requests_finished", "Requests ended.", "finished"),
@@ -104,12 +115,12 @@ STORE_METRICS: Final = (
     _of_media("query_used_bytes", "Bytes in use by queries."),
     _of_media("query_quota_bytes", "How many these may be."),
     _of_status("num_leases", "Leases that clients hold."),
-    _of_status("num_sessions", "Clients."),
+    _of_status("num_sessions", "Clients that are connected."),
     _of_status("num_jobs", "Jobs of lower tiers under way."),
     _of_status("is_frozen", "1 while nothing is stored or evicted."),
     _of_status("hot_cache", "1 while RAM is used as a cache."),
     _of_status("is_scanning", "1 while tiers still tell what they hold."),
-    _of_store("lookups", "Lookups.", "lookups"),
+    _of_store("lookups", "Lookups of prompts.", "lookups"),
     _of_store("asked_chunks", "Chunks that lookups asked for.", "chunks_asked"),
     _of_store("found_chunks", "Chunks that lookups found.", "chunks_found"),
     _of_store("promoted_chunks", "Chunks that lookups had fetched from a lower tier.", "chunks_promoted"),
@@ -124,6 +135,15 @@ STORE_METRICS: Final = (
     _of_store("loaded_chunks", "Chunks that came up from a tier.", "loaded", tier=TIERS),
     _of_store("loaded_bytes", "Bytes that came up from a tier.", "loaded_bytes", tier=TIERS),
     _of_store("failed_chunks", "Chunks that a tier failed on.", "failed", tier=TIERS, reason=FAILURE_REASONS),
+)
+
+QUERY_METRICS: Final = (
+    _of_queries("chunks", "Chunks of queries, by what became of them.", outcome=("captured", "stored", "present")),
+    _of_queries("dropped_chunks", "Chunks whose queries are not stored.", reason=DROP_REASONS),
+    _of_queries("faults", "Steps that were not captured because of a fault: a bug if not 0."),
+    _of_ring("ring_bytes", "Size of the ring that queries are collected in."),
+    _of_ring("ring_blocks", "Blocks of the ring."),
+    _of_ring("ring_free_blocks", "Blocks of the ring that are free."),
 )
 
 UP: Final = Metric(
@@ -237,7 +257,8 @@ class MetricsExporter:
 
 def metrics_markdown() -> str:
     """The page docs/metrics.md."""
-    return _PAGE.format(engine=_table(ENGINE_METRICS), store=_table((UP, *STORE_METRICS)))
+    tables = {"engine": ENGINE_METRICS, "queries": QUERY_METRICS, "store": (UP, *STORE_METRICS)}
+    return _PAGE.format(**{name: _table(metrics) for name, metrics in tables.items()})
 
 
 def _table(metrics: tuple[Metric, ...]) -> str:
@@ -276,6 +297,14 @@ and the rate of a stage in bytes a second is
 | name | kind | labels | number | meaning |
 |---|---|---|---|---|
 {engine}
+
+## Captured queries: chunks
+
+In vLLM's `/metrics`, while queries are captured.
+
+| name | kind | labels | number | meaning |
+|---|---|---|---|---|
+{queries}
 
 ## The store: chunks
 

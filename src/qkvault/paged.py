@@ -1,7 +1,8 @@
 """PagedConnector: copies between an engine's paged tensors and the payloads of chunks. One call moves a whole request.
 
-On the CPU it is plain copies of runs of pages, on another torch device one gather or scatter on the device and one copy
-between device and host a chunk. It starts no thread, leaves torch's settings alone, and knows no keys and no store.
+On the CPU it is plain copies of runs of pages, by as many threads as torch uses; on another torch device one gather or
+scatter on the device and one copy between device and host a chunk. It starts no thread, leaves torch's settings alone,
+and knows no keys and no store.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from qkvault.layout import ChunkLayout
 from qkvault.logical import TORCH_DTYPES, convert
 
 _WIDE_BYTES: Final = 8  # pages are moved as 8-byte elements on a device, where they are aligned
-_SCATTERED: Final = 2  # pages a run, below which one indexed copy beats a copy for each run
+_SCATTERED: Final = 2  # pages a run, below which one indexed copy beats a copy for each run...
+_SHORT_RUN_BYTES: Final = 1 << 20  # ... unless its bytes are worth torch's threads
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
@@ -93,7 +95,6 @@ class PagedConnector:
         # [planes of the stack, pages, units of a page]; all stacks together are the planes in the payload's order
         self._stacks = [_stack(planes[of], tensors, layout, num_pages, unit_bytes) for of in _equal_steps(planes)]
         self._scratch = bytearray()  # a converted run
-        self._arrays: list[_Bytes] = [] if self._on_device else [stack.numpy() for stack in self._stacks]
 
     def batched_from_gpu(self, runs: Sequence[PageRun]) -> torch.Event | None:
         """Fill blocks of payloads, all in this connector's layout, from the engine's pages (rows 3, 12).
@@ -174,12 +175,13 @@ class PagedConnector:
         for run, of_run in zip(runs, moves, strict=True):
             if not of_run:
                 continue
-            rows, start = self._rows(run), 0
+            rows = _tensor(self._rows(run))
             num_pages = sum(move.num_pages for move in of_run)
-            copy = _copy_scattered if len(of_run) * _SCATTERED > num_pages else _copy_runs
-            for array in self._arrays:
-                copy(array, rows[start : start + len(array)], of_run, to_pages=to_device)
-                start += len(array)
+            run_bytes = self._num_planes * num_pages * self._page_bytes // len(of_run)
+            is_scattered = len(of_run) * _SCATTERED > num_pages and run_bytes < _SHORT_RUN_BYTES
+            copy = _copy_scattered if is_scattered else _copy_runs
+            for stack, of_stack in zip(self._stacks, rows.split([len(stack) for stack in self._stacks]), strict=True):
+                copy(stack, of_stack, of_run, to_pages=to_device)
         return None
 
     def _device_copy(self, runs: Sequence[PageRun], moves: Sequence[_Moves], *, to_device: bool) -> torch.Event | None:
@@ -214,17 +216,17 @@ class PagedConnector:
         return event
 
 
-def _copy_runs(pages: _Bytes, rows: _Bytes, moves: _Moves, *, to_pages: bool) -> None:
+def _copy_runs(stack: torch.Tensor, rows: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:
     """Copy between ``[planes, pages, page_bytes]`` of engine and payload, a run of pages at a time."""
     for row, page, num_pages in moves:
-        sides = rows[:, row : row + num_pages], pages[:, page : page + num_pages]
-        np.copyto(sides[to_pages], sides[not to_pages])
+        sides = rows[:, row : row + num_pages], stack[:, page : page + num_pages]
+        sides[to_pages].copy_(sides[not to_pages])
 
 
-def _copy_scattered(pages: _Bytes, rows: _Bytes, moves: _Moves, *, to_pages: bool) -> None:
+def _copy_scattered(stack: torch.Tensor, payload: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:
     """The same with one call for all pages, which is faster where few of them lie together."""
     ids = np.array([page for move in moves for page in range(move.page, move.page + move.num_pages)])
-    rows = rows[:, moves[0].row : moves[0].row + len(ids)]
+    pages, rows = stack.numpy(), payload[:, moves[0].row : moves[0].row + len(ids)].numpy()
     if to_pages:
         pages[:, ids] = rows
     elif pages.flags.c_contiguous and rows.flags.c_contiguous:
@@ -233,7 +235,11 @@ def _copy_scattered(pages: _Bytes, rows: _Bytes, moves: _Moves, *, to_pages: boo
         for plane, of_plane in zip(pages, rows, strict=True):
             np.take(plane, ids, axis=0, out=of_plane, mode="clip")
     else:
-        _copy_runs(pages, rows, [_Move(at, page, 1) for at, page in enumerate(ids)], to_pages=False)
+        _copy_runs(stack, payload, moves, to_pages=False)
+
+
+def _tensor(rows: _Bytes) -> torch.Tensor:
+    return torch.from_numpy(rows if rows.flags.writeable else rows.copy())  # torch takes no read-only memory
 
 
 def _copy_rows(staged: torch.Tensor, rows: _Bytes, *, to_device: bool) -> None:
@@ -241,10 +247,8 @@ def _copy_rows(staged: torch.Tensor, rows: _Bytes, *, to_device: bool) -> None:
     staged = staged.view(torch.uint8)
     whole = rows.flags.c_contiguous
     for device_piece, host_piece in [(staged, rows)] if whole else zip(staged, rows, strict=True):
-        if to_device and not host_piece.flags.writeable:
-            device_piece.copy_(torch.from_numpy(host_piece.copy()))  # torch takes no read-only memory
-        elif to_device:
-            device_piece.copy_(torch.from_numpy(host_piece), non_blocking=True)
+        if to_device:
+            device_piece.copy_(_tensor(host_piece), non_blocking=host_piece.flags.writeable)
         else:
             torch.from_numpy(host_piece).copy_(device_piece, non_blocking=True)
 

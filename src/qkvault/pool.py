@@ -24,7 +24,8 @@ from qkvault.image import ALIGNMENT_BYTES, align_up
 STEP_BYTES: Final = 64 << 20  # populated at a time, some 10-50 ms: madvise keeps the interpreter to itself
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not yet in the mmap module
 _MADV_POPULATE_WRITE: Final = 23
-_CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # v2, v1
+_UNLIMITED_BYTES: Final = 1 << 60  # the kernel writes a number near 2**63 where there is no limit
+_ROOT: Final = Path("/")
 
 
 class Pool:
@@ -47,9 +48,8 @@ class Pool:
         if self.capacity_bytes <= 0:
             msg = f"a pool of {capacity_bytes} bytes is too small: give it at least {ALIGNMENT_BYTES}"
             raise ConfigError(msg)
-        if prefault and self.capacity_bytes > (room_bytes := _available_bytes()):
-            msg = f"the pool needs {self.capacity_bytes} bytes of memory, {room_bytes} are available: make it smaller"
-            raise ConfigError(msg)
+        if prefault:
+            _require_available(self.capacity_bytes)
         self._descriptor: int | None = None
         try:
             self._map = self._open(name, prefault=prefault)
@@ -257,10 +257,43 @@ def _populate(mapping: mmap.mmap) -> None:
                 mapping[at] = 0
 
 
-def _available_bytes() -> int:
-    """Memory that can be had without swapping, or the container's limit if that is less."""
-    limits = [int(psutil.virtual_memory().available)]
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            limits.append(int(Path(path).read_text(encoding="ascii")))
-    return min(limits)
+def _require_available(num_bytes: int) -> None:
+    """Raise ConfigError unless so much memory can be had without swapping, and within the container's limit."""
+    limits = [(int(psutil.virtual_memory().available), "on this machine")]
+    if (limit_bytes := cgroup_limit_bytes(_ROOT)) is not None:
+        limits.append((limit_bytes, "in this control group"))
+    room_bytes, where = min(limits)
+    if num_bytes > room_bytes:
+        msg = f"the pool needs {num_bytes} bytes of memory, {room_bytes} are available {where}: make it smaller"
+        raise ConfigError(msg)
+
+
+def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
+    """The tightest memory limit of the control groups that this process is in (version 1 or 2); None without one.
+
+    ``root`` holds proc and sys.
+    """
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the group's own path is often not mounted, while its limit is that of the top.
+        at = top / group.lstrip("/")
+        for folder in (at, *at.parents):
+            limits.append(_read(folder / name).strip())
+            if folder == top:
+                break
+    numbers = [int(limit) for limit in limits if limit.isdecimal()]
+    return min((number for number in numbers if number < _UNLIMITED_BYTES), default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

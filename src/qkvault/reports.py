@@ -41,7 +41,7 @@ class CachedPrefix(msgspec.Struct, frozen=True):
 
 
 def spaces_of(status: Status) -> list[SpaceDescription]:
-    """The spaces that engines have described to the store, the latest first. What cannot be read is left out."""
+    """The spaces that the store knows, the latest first: of engines and of files. What cannot be read is left out."""
     found = []
     for description in reversed(status.spaces):
         try:

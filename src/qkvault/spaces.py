@@ -8,7 +8,7 @@ import msgspec
 
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
-from qkvault.types import CacheKind
+from qkvault.types import CacheKind, SpaceId
 
 
 class SpaceDescription(msgspec.Struct, frozen=True):
@@ -26,9 +26,17 @@ class SpaceDescription(msgspec.Struct, frozen=True):
         """The inverse of ``encode``. Raises ValueError for anything else."""
         try:
             return msgspec.msgpack.decode(description, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             msg = f"not the description of a space: {error}"
             raise ValueError(msg) from error
+
+
+def space_id_of(description: bytes) -> SpaceId | None:
+    """Which space it describes: what keys of it begin with. None if it cannot be read."""
+    try:
+        return SpaceDescription.decode(description).space.space_id
+    except ValueError:
+        return None
 
 
 class _Kind(msgspec.Struct):
@@ -44,5 +52,5 @@ def kind_in(description: bytes) -> CacheKind:
     """The kind of tensor that a chunk's header tells, also one of a later version; KV if it tells none."""
     try:
         return msgspec.msgpack.decode(description, type=_Told).space.kind
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return CacheKind.KV

@@ -221,13 +221,6 @@ class TokenHasher:
         del self._hashes[num_tokens // self.chunk_size :]
         del self._checks[num_tokens // self.chunk_size * SKETCH_BYTES :]
 
-    def chunk_tokens(self, index: int) -> bytes:
-        """The tokens of whole chunk ``index``, 4 bytes each. Raises ValueError if there is no such chunk."""
-        if not 0 <= index < len(self._hashes):
-            msg = f"no whole chunk {index} among {len(self._hashes)}"
-            raise ValueError(msg)
-        return bytes(self._tokens[index * self._chunk_bytes : (index + 1) * self._chunk_bytes])
-
     def parent_of(self, index: int) -> bytes:
         """The hash before chunk ``index``, the root before chunk 0. ``index`` may be that of the tail.
 

@@ -11,9 +11,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import groupby, islice
-from typing import Final, NewType
+from typing import Annotated, Final, NewType
 
 import msgspec
+from msgspec import Meta
 
 SpaceId = NewType("SpaceId", bytes)  # 16 bytes
 ChunkKey = NewType("ChunkKey", bytes)  # 48 bytes: SpaceId, then the chunk hash
@@ -24,8 +25,14 @@ KEY_BYTES: Final = SPACE_BYTES + HASH_BYTES
 TOKEN_BYTES: Final = 4  # a token id is an unsigned 32-bit little-endian integer wherever it is bytes
 SKETCH_BYTES: Final = 3  # bytes of a sketch for each grain: of a whole chunk 48, which a bytes object holds in 96
 OFFSET_BYTES: Final = 8  # bytes of an offset into the pool where many are packed
-TRANSFER_QUERY: Final = "transfer_query"  # what a store says of itself that stores queries, and what engines ask for
+MAX_CHUNK_TOKENS: Final = 1 << 18  # of one chunk
 GRAIN_TOKENS: Final = 16  # granularity of a chunk's sketch, hence the finest block a hit can end at
+TRANSFER_QUERY: Final = "transfer_query"  # what a store says of itself that stores queries, and what engines ask for
+
+
+# What a message may hold at most; checked where one is read.
+_Key = Annotated[bytes, Meta(max_length=KEY_BYTES)]
+_Sketch = Annotated[bytes, Meta(max_length=MAX_CHUNK_TOKENS // GRAIN_TOKENS * SKETCH_BYTES)]
 
 
 class CacheKind(str, Enum):
@@ -155,11 +162,11 @@ class NewChunk(msgspec.Struct, frozen=True, array_like=True):
     ``sketch`` is ``image.sketch_of`` of its tokens: 3 bytes for every started grain of 16 tokens.
     """
 
-    key: bytes
-    parent: bytes  # key of the chunk before it; of the chain's root for the first chunk
-    sketch: bytes
-    num_tokens: int
-    image_bytes: int
+    key: _Key
+    parent: _Key  # key of the chunk before it; of the chain's root for the first chunk
+    sketch: _Sketch
+    num_tokens: Annotated[int, Meta(ge=1, le=MAX_CHUNK_TOKENS)]
+    image_bytes: Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Outcome(str, Enum):

@@ -70,6 +70,19 @@ def parse_int(text: str) -> int:
     return int(text)
 
 
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers in rising order: "0,4-7" is 0, 4, 5, 6 and 7. Raises ValueError."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if last < first or (numbers and first <= numbers[-1]):
+            msg = "expected numbers in rising order, or ranges of them: 0,4-7"
+            raise ValueError(msg)
+        numbers += range(first, last + 1)
+    return tuple(numbers)
+
+
 def parse_bool(raw: object) -> bool:
     """A boolean, or the word for one: true, yes, on, 1, false, no, off, 0. Raises ValueError."""
     value = _WORDS.get(str(raw).strip().lower())

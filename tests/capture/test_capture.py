@@ -29,6 +29,7 @@ from qkvault.errors import LayoutMismatch, Unavailable
 from qkvault.keys import KeySpace, RequestIdentity
 from qkvault.layout import ChunkLayout
 from qkvault.link import Link
+from qkvault.metrics import DROP_REASONS
 from qkvault.paged import PagedConnector
 from qkvault.prefix import Prefix, load_items
 from qkvault.reports import spaces_of
@@ -71,7 +72,7 @@ class Model:
         self.kv = FakeEngine(KV, KV_BLOCKS)
         self.scheduler = new_scheduler(KV_BLOCKS, BLOCK, CHUNK, seed)
         self.kv_paged = PagedConnector(self.kv.tensors, KV)
-        self.layout = query_layout(self.kv_paged, num_layers=LAYERS, num_heads=6, head_size=4, dtype="bfloat16")
+        self.layout = query_layout(KV, num_layers=LAYERS, num_heads=6, head_size=4, dtype="bfloat16")
         self.queries = FakeEngine(self.layout, KV_BLOCKS, seed=9)
         self.space = query_space(SPACE, self.layout)
         self.connect_error: Exception | None = None
@@ -458,8 +459,8 @@ def test_whatever_is_stored_is_right(new_scheduler, seed, num_ring_blocks, is_la
 
 def context(model, **options) -> EngineContext:
     defaults = {
-        "kv": model.kv_paged, "kv_space": SPACE, "connect": model.link_for, "layer_names": model.names,
-        "num_query_heads": 6, "head_size": 4, "dtype": "bfloat16", "num_ring_blocks": 16,
+        "kv": model.kv_paged, "layout": model.layout, "space": model.space, "connect": model.link_for,
+        "layer_names": model.names, "num_ring_blocks": 16,
     }  # fmt: skip
     return EngineContext(**{**defaults, **options})
 
@@ -555,3 +556,8 @@ def test_a_fault_of_a_feature_is_counted_and_reaches_nobody():
         getattr(dispatcher, hook)(*args)
     assert reached == list(hooks)
     assert dispatcher.num_faults == {f"bad.{hook}": 1 for hook in hooks}
+
+
+def test_every_reason_is_one_that_metrics_know():
+    """What is dropped is counted by reason, and each reason is there from the first scrape."""
+    assert sorted(DROP_REASONS) == sorted(reason.value for reason in Reason)

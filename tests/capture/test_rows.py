@@ -41,6 +41,7 @@ class Rig:
     def run(self, steps, *, rows=None, verifies=True) -> None:
         """A step of the engine: each row's query is (request, position)."""
         capture = self.collector.begin(steps)
+        assert len(set(capture.wanted.ring_slots)) == len(capture.wanted.ring_slots)
         rows = self.scheduler.rows(steps) if rows is None else rows
         mapping = self.scheduler.slot_mapping(rows)
         matched = self.table.match(mapping, capture.wanted)
@@ -72,6 +73,12 @@ class Rig:
             assert got.tolist() == wanted
             self.reclaimable += whole.ring_block_ids
         return taken
+
+    def end_last(self, steps, live) -> None:
+        """Requests whose last step has run give their blocks back."""
+        for step in steps:
+            if step.is_last:
+                self.scheduler.free += live.pop(step.request_id).table
 
     def check(self) -> None:
         self.ring.check()
@@ -273,6 +280,18 @@ def test_a_request_that_is_told_twice_is_taken_once(rig, items_of):
     assert len(set(capture.wanted.ring_slots)) == len(capture.wanted.ring_slots) == 16
 
 
+def test_blocks_of_a_request_that_ends_are_not_written_by_others_in_its_last_step(rig, items_of):
+    """Its last chunk is not stored, and its rows are on their way all the same: to nobody else's blocks."""
+    ending, other = rig.scheduler.add("a", []), rig.scheduler.add("b", [])
+    items = items_of("b", 2, CHUNK)
+    rig.run([rig.scheduler.schedule(other, 8, items)])
+    last = rig.scheduler.schedule(ending, 3)._replace(is_last=True)
+    rig.run([last, rig.scheduler.schedule(other, 8, items)], rows=[("b", at) for at in range(8, 16)] + [("a", 2)])
+    assert chunks_of(rig.take()) == [("b", 0), ("b", 1)]
+    rig.reclaim()
+    assert rig.ring.num_free_blocks() == rig.ring.num_blocks
+
+
 def test_a_device_that_is_late_verifies_later(rig, items_of):
     """A chunk is whole when it is known that all its rows were there, though its request has ended meanwhile."""
     request = rig.scheduler.add("a", [])
@@ -336,9 +355,10 @@ def test_any_traffic_is_attributed_right(new_rig, items_of, seed, num_blocks, is
                 step = rig.scheduler.schedule(
                     request, rng.choice([1, 1, 2, 7, 8, 13]), items_of(name, 9, CHUNK), num_drafts
                 )
-                steps.append(step)
+                steps.append(step._replace(is_last=rng.random() < 0.1))
         rig.run(lasts, rows=[], verifies=not is_late)
         rig.run(steps, verifies=not is_late or rng.random() < 0.4)
+        rig.end_last(steps, live)
         rig.take()
         if rng.random() < 0.7:
             rig.reclaim()

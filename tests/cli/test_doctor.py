@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from qkvault.cli import doctor
 from qkvault.cli.app import app
-from qkvault.cli.doctor import cgroup_limit_bytes, examine
+from qkvault.cli.doctor import examine
 
 GIB = 1 << 30
 runner = CliRunner()
@@ -160,31 +160,3 @@ def test_a_disk_with_less_room_than_the_cap_is_noted(machine, monkeypatch, tmp_p
     assert find(machine, "disk_path") == ("disk_path", f"60.0 GiB free at {tmp_path}", "ok", "")
     monkeypatch.setenv("QKVAULT_DISK_BYTES", "80GiB")
     assert find(machine, "disk_path").verdict == "note"
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "files", "limit_bytes"),
-    [
-        ("0::/\n", {}, None),
-        ("0::/\n", {"memory.max": "max"}, None),
-        ("0::/\n", {"memory.max": "4096"}, 4096),
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "8192", "memory.max": "max"}, 8192),
-        ("0::/a/b\n", {"a/b/memory.max": "4096", "a/memory.max": "8192"}, 4096),
-        ("0::/elsewhere\n", {"memory.max": "4096"}, 4096),
-        ("5:cpu,cpuacct:/\n4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "4096"}, 4096),
-        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "4096"}, 4096),
-        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
-    ],
-)
-def test_the_tightest_limit_of_all_groups_counts(machine, cgroup, files, limit_bytes):
-    """Both versions of control groups are read, with the limits of the groups above, as far as they can be seen."""
-    machine.write("proc/self/cgroup", cgroup)
-    for name, text in files.items():
-        machine.write(f"sys/fs/cgroup/{name}", text)
-    assert cgroup_limit_bytes(machine.root) == limit_bytes
-
-
-def test_a_machine_without_control_groups_has_no_limit(machine):
-    """What cannot be read is no limit."""
-    (machine.root / "proc/self/cgroup").unlink()
-    assert cgroup_limit_bytes(machine.root) is None

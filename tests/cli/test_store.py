@@ -14,20 +14,13 @@ from qkvault.cli.doctor import examine
 from qkvault.cli.top import tick_between
 from qkvault.config import load
 from qkvault.connecting import default_address
-from qkvault.keys import KeySpace
-from qkvault.layout import ChunkLayout
 from qkvault.server.server import Server
-from qkvault.spaces import SpaceDescription
+from qkvault.testing.spaces import described
 from qkvault.testing.store_model import ModelChunk
 from qkvault.tokens import TokenHasher
-from qkvault.types import CacheKind
 from qkvault.wire.messages import Instance, Status, TierStatus
 
 TOKENS = list(range(70))
-LAYOUT = ChunkLayout(
-    kind=CacheKind.KV, num_layers=1, num_heads=1, head_size=8, num_parts=2, dtype="float32", block_size=16,
-    chunk_size=32, order="LBHNPD",
-)  # fmt: skip
 runner = CliRunner()
 
 
@@ -48,17 +41,15 @@ def server():
 @pytest.fixture
 def engine(server):
     """A client that is an engine's worker, and has stored two chunks."""
-    space = KeySpace(
-        model_name="a/model", model_fingerprint="f", dtype="float32", chunk_size=32, tensors=LAYOUT.logical
-    )
+    description = described("a/model")
+    space = description.space
     client = server.connect("engine")
-    spaces = (SpaceDescription(space, LAYOUT).encode(),)
-    client.register(Instance("engine", "worker", "a/model", pid=77, host="here", spaces=spaces))
+    client.register(Instance("engine", "worker", "a/model", pid=77, host="here", spaces=(description.encode(),)))
     hasher = TokenHasher(_identity(), 32)
     hasher.extend(TOKENS)
     parent = space.chunk_key(hasher.root)
     for at, chunk_hash in enumerate(hasher.hashes):
-        chunk = ModelChunk(space.chunk_key(chunk_hash), parent, hasher.chunk_tokens(at), b"payload" * 100)
+        chunk = ModelChunk(space.chunk_key(chunk_hash), parent, hasher.tokens_from(at), b"payload" * 100)
         reserved = client.reserve([chunk.new()])
         chunk.write(client.pool.view(reserved.offsets[0], chunk.new().image_bytes))
         assert client.commit(reserved.lease_id) == 1
@@ -83,7 +74,17 @@ class TestStatus:
     def test_it_shows_media_engines_and_hits(self, engine):
         """B220, B315: as a table, and with --json as the server's own page has it."""
         text = run("status")
-        for part in ("ram", "4.0 MiB", "engine", "worker", "a/model", "77@here", "running; clients 2", "lookups 0"):
+        for part in (
+            "ram",
+            "4.0 MiB",
+            "engine",
+            "worker",
+            "a/model",
+            "77@here",
+            "1 of 1",
+            "running; clients 2",
+            "lookups 0",
+        ):
             assert part in text
         assert "queries" in text
         found = json.loads(run("status", "--json"))
@@ -91,6 +92,14 @@ class TestStatus:
         assert found["media"][0]["query_quota_bytes"] == 1 << 20
         assert [model["model_name"] for model in found["models"]] == ["a/model"]
         assert found["instances"][0]["instance_id"] == "engine"
+
+    def test_what_others_wrote_does_not_steer_the_terminal(self, engine, server):
+        """B333: an instance may call itself what it likes."""
+        server.connect("other").register(Instance("\x1b[2Jgone\r\n", "worker", "a/model"))
+        for command in (["status"], ["top", "--once"]):
+            text = run(*command)
+            assert "?[2Jgone??" in text
+            assert "\x1b" not in text
 
     @pytest.mark.parametrize("command", [["status"], ["lookup", "1"], ["clear"], ["freeze", "on"], ["hot-cache", "off"],
                                          ["top", "--once"]])  # fmt: skip

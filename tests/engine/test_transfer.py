@@ -137,7 +137,7 @@ def test_a_chunk_that_is_not_whole_blocks_of_the_engine_is_refused(cache, make_s
 
 
 def test_blocks_that_are_not_those_of_the_tokens_are_refused(bench, make_tokens, cache):
-    """ValueError before any room is taken: what would be left of the payload is another chunk's bytes."""
+    """B102: ValueError before any room is taken: what would be left of the payload is another chunk's bytes."""
     (item,) = bench.prefix(make_tokens(CHUNK)).save_items(0, CHUNK, [0, 1, 2, 3], BLOCK)
     for wrong in ([0, 1, 2], [0, 1, 2, 3, 4]):
         with pytest.raises(ValueError, match="fill its blocks"):

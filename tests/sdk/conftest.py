@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from types import SimpleNamespace
 
 import pytest
 
 from qkvault import embedded
 from qkvault.config import Config, load
-from qkvault.keys import KeySpace
-from qkvault.layout import ChunkLayout
 from qkvault.sdk import connect
 from qkvault.server.server import Server
-from qkvault.spaces import SpaceDescription
+from qkvault.testing.spaces import described
 from qkvault.types import CacheKind
 
 torch = pytest.importorskip("torch", reason="the SDK works on tensors")
@@ -22,22 +18,12 @@ torch = pytest.importorskip("torch", reason="the SDK works on tensors")
 _numbers = itertools.count()
 
 
-def spaces_of(
-    *, kind=CacheKind.KV, layers=2, heads=2, head_size=8, dtype="float32", ranks=1, chunk_size=64, block_size=16,
-    order="LBHNPD", model="m",
-):  # fmt: skip
+def spaces_of(*, kind=CacheKind.KV, layers=2, heads=2, ranks=1, chunk_size=64, model="m", **more):
     """What the workers of an engine would say of what they store; ``heads`` are those of one rank."""
-    layout = ChunkLayout(
-        kind=kind, num_layers=layers, num_heads=heads, head_size=head_size, num_parts=2 if kind is CacheKind.KV else 1,
-        dtype=dtype, block_size=block_size, chunk_size=chunk_size, order=order,
-    )  # fmt: skip
     return [
-        SpaceDescription(
-            KeySpace(
-                model_name=model, model_fingerprint="w", world_size=ranks, worker_id=rank, dtype=dtype, kind=kind,
-                chunk_size=chunk_size, tensors=layout.logical,
-            ),
-            layout,
+        described(
+            model, kind=kind, num_layers=layers, num_heads=heads, chunk_size=chunk_size, world_size=ranks,
+            worker_id=rank, **more,
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -117,51 +103,20 @@ def open_context():
         context.close()
 
 
-def run_model(model, tokens, positions=None):
-    """One forward pass: q, k, v ``[layers, tokens, heads, head_size]`` after the rotary embedding, and the weights."""
-    from transformers import DynamicCache
-
-    queries = []
-    module = sys.modules[type(model).__module__]
-    original = module.apply_rotary_pos_emb
-
-    def record(q, k, cos, sin, *args, **kwargs):
-        rotated = original(q, k, cos, sin, *args, **kwargs)
-        queries.append(rotated[0][0].transpose(0, 1).clone())
-        return rotated
-
-    module.apply_rotary_pos_emb = record
-    try:
-        with torch.no_grad():
-            ids = torch.tensor([tokens])
-            position_ids = None if positions is None else torch.tensor([positions])
-            cache = DynamicCache()  # without the model's settings it keeps all keys, whatever the window
-            done = model(ids, position_ids=position_ids, output_attentions=True, past_key_values=cache)
-    finally:
-        module.apply_rotary_pos_emb = original
-    layers = done.past_key_values.layers
-    k, v = (torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in layers]) for name in ("keys", "values"))
-    weights = torch.stack([each[0] for each in done.attentions])  # [layers, heads, queries, keys]
-    return SimpleNamespace(tokens=tokens, q=torch.stack(queries), k=k, v=v, weights=weights, logits=done.logits[0])
-
-
 @pytest.fixture
-def run():
-    return run_model
+def run(model_run):
+    return model_run.run_model
 
 
 @pytest.fixture(scope="session")
-def smollm(model_path):
+def smollm(model_path, model_run):
     """The small model in float32, with attention that shows its weights."""
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()
+    pytest.importorskip("transformers")
+    return model_run.load_model(model_path)
 
 
 @pytest.fixture(scope="session")
-def prompt(smollm):
+def prompt(smollm, model_run):
     """What it computes for a text of some 160 tokens."""
     generator = torch.Generator().manual_seed(3)
-    return run_model(smollm, torch.randint(100, 40_000, (160,), generator=generator).tolist())
+    return model_run.run_model(smollm, torch.randint(100, 40_000, (160,), generator=generator).tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from qkvault import embedded
 from qkvault.config import Config
@@ -104,7 +105,7 @@ class TestRoundTrip:
         (described,) = make_spaces(dtype="bfloat16")
         fake = FakeEngine(described.layout, 16)
         store = embedded.find(here.instance_id)
-        metadata = EngineMetadata(model_name="m", model_fingerprint="w", layout=described.layout)
+        metadata = EngineMetadata(model_name="m", model_fingerprint="f", layout=described.layout)
         engine = CacheEngine(Config(chunk_size=64), metadata, fake.tensors, store.connect("engine"))
         engine.store(TOKENS[:192], block_ids=(table := fake.prefill(TOKENS[:192])))
         context = open_context(here, spaces=[described])
@@ -256,10 +257,27 @@ class TestStoring:
         ):
             with pytest.raises(ValueError, match=r"wanted, got|the tensors go to token"):
                 context.store(wrong, TOKENS)
-        with pytest.raises(ValueError, match="layers are numbered from 0 to 1"):
+        with pytest.raises(ValueError, match=r"layers \[2\] are wanted, there are \[0, 1\]"):
             context.retrieve(TOKENS, layers=[2])
         with pytest.raises(ValueError, match="alike"):
             context.store([torch.zeros(1), torch.zeros(1)], TOKENS)
+
+    def test_layers_have_the_models_numbers(self, here, open_context, make_spaces, make_parts):
+        """B355: of a space of layers 1 and 3 those are asked for, told and stored, and no row is taken for a number."""
+        (spaces,) = make_spaces(kind=CacheKind.QUERY)
+        spaces = replace(spaces, space=replace(spaces.space, tensors=spaces.space.tensors + ":1,3"))
+        context = open_context(here, kind=CacheKind.QUERY, spaces=[spaces])
+        parts = make_parts(64, parts=1)
+        assert context.store(parts, TOKENS).written_tokens == 64
+        found = context.retrieve(TOKENS)
+        assert found.layers == (1, 3)
+        assert context.store(found, TOKENS).present_tokens == 64
+        assert torch.equal(context.retrieve(TOKENS, layers=[3]).q[0], parts[0][1])
+        assert torch.equal(found.q[found.layer_row(1)], parts[0][0])
+        with pytest.raises(ValueError, match=r"layers \[0\] are wanted, there are \[1, 3\]"):
+            context.retrieve(TOKENS, layers=[0])
+        with pytest.raises(ValueError, match=r"of layers \[1, 3\] wanted, got .* of \[0, 1\]"):
+            context.store(CacheTensors.of(CacheKind.QUERY, parts), TOKENS)
 
     def test_a_prompt_is_deleted_from_a_token_on(self, place, open_context, make_spaces, make_parts):
         """B290: in all ranks."""
@@ -288,7 +306,7 @@ class TestChoice:
             connect(place)
         with (
             connect(place, spaces=make_spaces(model="a")),
-            pytest.raises(ConfigError, match=r"no models fit query of a: .*The store knows a \(model_fingerprint w"),
+            pytest.raises(ConfigError, match=r"no models fit query of a: .*The store knows a \(model_fingerprint f"),
         ):
             connect(place, kind=CacheKind.QUERY, model="a")
 
@@ -308,10 +326,15 @@ class TestChoice:
         with pytest.raises(ConfigError, match=r"ranks \[1\] of 2 of m "):
             connect(here, spaces=make_spaces(ranks=2)[:1])
 
+    def test_a_world_of_any_size_is_an_error_in_no_time(self, here, make_spaces):
+        """B298, B333: whoever describes a space may say any number."""
+        (described,) = make_spaces()
+        described = replace(described, space=replace(described.space, world_size=(1 << 32) - 1))
+        with pytest.raises(ConfigError, match=r"ranks \[1, 2, 3, .*, 16\] of 4294967295"):
+            connect(here, spaces=[described])
+
     def test_pages_that_cannot_be_seen_into_are_refused(self, here, make_spaces):
         """B298."""
-        from msgspec.structs import replace
-
         (described,) = make_spaces()
         with pytest.raises(LayoutMismatch):
             connect(here, spaces=[replace(described, layout=replace(described.layout, opaque=True))])
@@ -325,8 +348,6 @@ class TestChoice:
 
     def test_keys_of_this_process_only_are_for_a_store_of_this_process(self, here, place, open_context, make_spaces):
         """B298: the builtin hash is refused where others could not follow."""
-        from msgspec.structs import replace
-
         (described,) = make_spaces()
         described = replace(described, space=replace(described.space, hash_algorithm="builtin"))
         context = open_context(place, spaces=[described])

@@ -16,16 +16,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from qkvault.config import load
 from qkvault.connecting import open_client
-from qkvault.keys import KeySpace, RequestIdentity
-from qkvault.layout import ChunkLayout
+from qkvault.keys import RequestIdentity
 from qkvault.server.server import Server
-from qkvault.spaces import SpaceDescription
+from qkvault.testing.spaces import described
 from qkvault.testing.store_model import ModelChunk
 from qkvault.tokens import TokenHasher
-from qkvault.types import CacheKind
 from qkvault.wire.messages import Instance
 
 WAIT_SECONDS = 30.0
@@ -107,6 +106,30 @@ def connect():
 
 
 @pytest.fixture
+def memory_group():
+    """Makes a control group below ours with a memory limit; removed after the test. Skips where that is not allowed."""
+    made = []
+
+    def make(limit_bytes):
+        own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+        top, name = Path("/sys/fs/cgroup"), "memory.max"
+        if "memory" in own:
+            top, name = top / "memory", "memory.limit_in_bytes"
+        group = top / own.get("memory", own.get("", "/")).lstrip("/") / f"qkvault-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            made.append(group)
+            (group / name).write_text(str(limit_bytes))
+        except OSError as error:
+            pytest.skip(f"no control group of our own: {error}")
+        return group
+
+    yield make
+    for group in made:
+        group.rmdir()
+
+
+@pytest.fixture
 def make_server(tmp_path):
     """Makes servers in this process, with the given settings. They listen at ``tmp_path/s`` unless told otherwise."""
     with ExitStack() as stack:
@@ -144,22 +167,14 @@ class Http:
         return http.client.HTTPConnection(self._address.removeprefix("http://"), timeout=WAIT_SECONDS)
 
 
-LAYOUT = ChunkLayout(
-    kind=CacheKind.KV, num_layers=1, num_heads=1, head_size=8, num_parts=2, dtype="float32", block_size=16,
-    chunk_size=32, order="LBHNPD",
-)  # fmt: skip
-
-
 def space_of(model_name, **more):
     """A space of chunks of 32 tokens."""
-    return KeySpace(
-        model_name=model_name, model_fingerprint="f", dtype="float32", chunk_size=32, tensors=LAYOUT.logical, **more
-    )
+    return replace(described(model_name).space, **more)
 
 
 def instance_of(*spaces, **more):
     """An engine that stores in ``spaces``."""
-    descriptions = tuple(SpaceDescription(space, LAYOUT).encode() for space in spaces)
+    descriptions = tuple(replace(described(), space=space).encode() for space in spaces)
     return Instance("engine", "worker", spaces[0].model_name, spaces=descriptions, **more)
 
 
@@ -170,7 +185,7 @@ def store(client, space, tokens, identity=None):
     keys = [space.chunk_key(each) for each in hasher.hashes]
     parents = [space.chunk_key(hasher.root), *keys]
     chunks = [
-        ModelChunk(keys[at], parents[at], hasher.chunk_tokens(at), hasher.chunk_tokens(at) * 64)
+        ModelChunk(keys[at], parents[at], hasher.tokens_from(at), hasher.tokens_from(at) * 64)
         for at in range(len(keys))
     ]
     reserved = client.reserve([chunk.new() for chunk in chunks])

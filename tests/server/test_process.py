@@ -115,6 +115,33 @@ class TestStart:
         assert server.wait() == 2
         assert "the system refuses" in server.log
 
+    @pytest.mark.parametrize(
+        "group",
+        [("0::/a.slice/b.service", "a.slice/memory.max"), ("4:memory:/not/mounted", "memory/memory.limit_in_bytes")],
+        ids=["the limit of a service", "the limit of a container"],
+    )
+    def test_a_pool_beyond_the_containers_limit_is_refused(self, start, tmp_path, group):
+        """B334: before a page of it is taken, whatever the machine has; without pre-faulting nothing is asked."""
+        root = tmp_path / "root"
+        for name, text in (("proc/self/cgroup", group[0]), (f"sys/fs/cgroup/{group[1]}", str(256 << 20))):
+            (root / name).parent.mkdir(parents=True)
+            (root / name).write_text(text)
+        code = f"import pathlib\nfrom qkvault import pool\npool._ROOT = pathlib.Path({str(root)!r})\n{MAIN}"
+        server = start("--ram", "257MiB", code=code)
+        assert server.wait() == 2
+        numbers = f"{257 << 20} bytes of memory, {256 << 20} are available in this control group"
+        assert server.log == f"qkvault: the pool needs {numbers}: make it smaller\n"
+        assert start("--ram", "8MiB", code=code).wait_ready().stop() == 0
+
+    def test_the_kernels_own_limit_is_seen(self, start, memory_group):
+        """B334: in a control group with a limit, as a container is."""
+        group = memory_group(512 << 20)
+        code = f"import os\nopen({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n{MAIN}"
+        server = start("--ram", "1GiB", code=code)
+        assert server.wait() == 2
+        assert f"{512 << 20} are available in this control group" in server.log
+        assert start("--ram", "8MiB", code=code).wait_ready().stop() == 0
+
     @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
     def test_pages_without_what_they_need_are_refused(self, start, package):
         """B203: with what to install; a server without pages needs none of it."""

@@ -91,7 +91,18 @@ MUTATIONS = {
     "a slot that nobody wrote is published": (MANAGER, " or key_in(self.room.image(entry)) != entry.key", ""),
     "commit publishes what was not named": (MANAGER, "or not is_named or key_in", "or key_in"),
     "commit ignores a clear": (MANAGER, "            if entry.doom or not is_named", "            if not is_named"),
-    "a scan brings back what was cleared": (MANAGER, "book.is_void |= not spaces", "book.is_void |= False"),
+    "a scan brings back what was cleared": (MANAGER, "            self.forgotten.add_all(spaces)\n", ""),
+    "a scan brings back what was forgotten": (CORE, "        self.forgotten.add(each)\n", ""),
+    "a scan brings back what hangs on what was forgotten": (
+        MANAGER,
+        "            self._inherit(chunk.key, chunk.parent)\n            entry",
+        "            entry",
+    ),
+    "what a scan found below what was forgotten stays": (
+        CORE,
+        "            self._forget_all([child for child in entry.children if child.state is ChunkState.ABSENT])\n",
+        "            pass\n",
+    ),
     "shorter tails are kept": (MANAGER, 'self._doom(sibling, "superseded")', "pass"),
     "a tier has no cap": (TIERING, "        if excess_bytes <= 0:\n", "        if excess_bytes is not None:\n"),
     "KV leaves for queries": (
@@ -155,8 +166,8 @@ MUTATIONS = {
     ),
     "forget stops at a hole": (
         CORE,
-        "walk += [entry for entry in reversed(each) if entry is not None]",
-        "walk += [entry for entry in reversed(each) if entry is not None and each[0] is not None]",
+        "for key in reversed(each) if (entry",
+        "for key in reversed(each) if self.index.get(each[0]) and (entry",
     ),
     "forget leaves tiers alone": (CORE, "        self.tiering.delete(entry, reason)\n", ""),
     "what is read is not forgotten": (

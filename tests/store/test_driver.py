@@ -10,6 +10,7 @@ import pytest
 
 from qkvault.client import StoreClient
 from qkvault.testing import DictTier, FakeClock, FaultyTier, LatencyTier, WrapperTier
+from qkvault.testing.spaces import described
 from qkvault.testing.transport_contract import (
     WAIT_SECONDS,
     find,
@@ -19,6 +20,7 @@ from qkvault.testing.transport_contract import (
     reserve,
     save,
 )
+from qkvault.tiers.base import Found
 from qkvault.types import ChunkRefs, Medium
 from qkvault.wire import messages as m
 from qkvault.wire.inproc import InprocTransport
@@ -87,6 +89,10 @@ class Broken(WrapperTier):
         self.raise_at("scan")
         return super().scan()
 
+    def sample(self):
+        self.raise_at("sample")
+        return super().sample()
+
     def find(self, keys):
         self.raise_at("find")
         return super().find(keys)
@@ -111,6 +117,23 @@ class Gated(WrapperTier):
 
     def find(self, keys):
         return [chunk for batch in self.inner.scan() for chunk in batch if chunk.key in keys]
+
+
+class Sampled(WrapperTier):
+    """Says that it holds a chunk of each space, with a description; waits for the gate, which is open."""
+
+    def __init__(self, *each):
+        super().__init__(DictTier())
+        self.gate = threading.Event()
+        self.gate.set()
+        self.each = each
+
+    def sample(self):
+        assert self.gate.wait(WAIT_SECONDS)
+        return [
+            Found(space.space.space_id + bytes(32), b"", b"", 0, 0, 0, space=description.encode())
+            for space, description in self.each
+        ]
 
 
 class TestReading:
@@ -188,7 +211,7 @@ class TestTiersThatRaise:
 
     def test_a_tier_that_cannot_be_scanned_starts_empty(self, start):
         """The store runs."""
-        driver = start(Broken(filled("aa"), "scan", "find"))
+        driver = start(Broken(filled("aa"), "scan", "find", "sample"))
         client = connect(driver)
         assert driver.drain(WAIT_SECONDS)
         assert find(client, "aa").lease_id == 0
@@ -254,6 +277,45 @@ class TestScans:
         assert driver.drain(WAIT_SECONDS)
         assert find(client, "aabb").lease_id == 0
         assert tier.inner.images == {}
+
+    def test_what_is_forgotten_is_removed_when_the_scan_comes_to_it(self, start, monkeypatch):
+        """B332: and is not found by key before; what is left of it is whole."""
+        monkeypatch.setattr("qkvault.store.scan._MAX_EARLY", 1)
+        tier = Gated(filled("aabbcc", "aabbxx", "zz"))
+        driver = start(tier)
+        client = connect(driver)
+        assert tier.is_scanning.wait(WAIT_SECONDS)
+        chunks = prompt("aabb")
+        client.forget(chunks[0].key, chunks[1].key)
+        for word in ("aabb", "aabbcc", "aabbxx"):
+            located = client.wait(find(client, word), WAIT_SECONDS, time.monotonic)
+            assert read(client, located, word) == 32
+            client.release(located.lease_id)
+        tier.gate.set()
+        assert driver.drain(WAIT_SECONDS)
+        assert sorted(tier.inner.images) == sorted(prompt(word)[0].key for word in ("aa", "zz"))
+
+    def test_spaces_in_a_tier_are_known_from_the_start(self, start):
+        """B330: before those that an engine describes; what does not describe its own chunk is not believed."""
+        spaces = [described(name) for name in ("one", "two", "three")]
+        tier = Sampled(*((space, space) for space in spaces[:2]), (spaces[2], spaces[0]))
+        client = connect(start(tier))
+        encoded = [space.encode() for space in spaces]
+        assert client.status().spaces == tuple(encoded[:2])
+        client.register(m.Instance("i", "worker", "one", spaces=(encoded[0], encoded[2])))
+        assert client.status().spaces == (encoded[1], encoded[0], encoded[2])
+
+    def test_a_start_does_not_wait_for_a_tier_that_hangs(self, start, monkeypatch):
+        """B330: what it holds is known when it answers, and comes before what engines have described meanwhile."""
+        monkeypatch.setattr("qkvault.store.driver._SAMPLE_SECONDS", 0.01)
+        one, two = described("one"), described("two")
+        tier = Sampled((one, one))
+        tier.gate.clear()
+        client = connect(start(tier))
+        client.register(m.Instance("i", "worker", "two", spaces=(two.encode(),)))
+        assert client.status().spaces == (two.encode(),)
+        tier.gate.set()
+        until(lambda: client.status().spaces == (one.encode(), two.encode()))
 
     def test_closing_does_not_wait_for_a_scan(self, start):
         """What it would still find is found the next time."""

@@ -9,11 +9,16 @@ import pytest
 
 from qkvault.client import StoreClient
 from qkvault.testing import DictTier
+from qkvault.testing.spaces import described
 from qkvault.testing.store_model import ROOT, checks_of, keys_of
 from qkvault.testing.transport_contract import CHUNK_SIZE, WAIT_SECONDS, find, make_driver, prompt, read, save
 from qkvault.types import Medium
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.messages import Inspected, Instance
+
+
+def describe(model_name):
+    return described(model_name).encode()
 
 
 @pytest.fixture
@@ -72,11 +77,20 @@ def test_tokens_that_only_look_alike_do_not_count(client, driver):
 
 def test_what_instances_describe_is_remembered(driver):
     """B211: a bounded number of spaces, the latest last, also after their instances have gone."""
+    same = describe("same")
     for at in range(300):
         client = StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test"))
-        client.register(Instance("i", "worker", "m", spaces=(b"%d" % at, b"same", b"x" * 5000)))
+        client.register(Instance("i", "worker", "m", spaces=(describe(str(at)), same, describe("x" * 5000))))
         client.close()
     status = StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test")).status()
     assert status.instances == ()
     assert len(status.spaces) == 256
-    assert status.spaces[-2:] == (b"299", b"same")
+    assert status.spaces[-2:] == (describe("299"), same)
+
+
+@pytest.mark.parametrize("nonsense", [b"", b"x", b"\x91" * 4000, b"\x81\xa1x" * 1000, b"\xff" * 100])
+def test_what_describes_no_space_is_not_remembered(client, nonsense):
+    """B333: of another version or none at all; nested without end too."""
+    known = describe("known")
+    client.register(Instance("i", "worker", "m", spaces=(nonsense, known, known[:-1])))
+    assert client.status().spaces == (known,)

@@ -99,6 +99,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.late = {}  # write leases that ran out, whose writers do not know
         self.version = 0  # of payloads: a new one after each clear
         self.is_void = False
+        self.gone = set()  # keys that were forgotten; they may be stored anew
+        self.parents = {}  # of all chunks of all prompts
 
     # What clients do
 
@@ -108,7 +110,17 @@ class StoreMachine(RuleBasedStateMachine):
         tokens = tokens_of(n + 1000 * grain for grain in grains for n in range(GRAIN_TOKENS))
         size = 200 if kind is CacheKind.QUERY else 40  # 2 slots of KV, or one and a part of it
         root = root_of(prompt)
-        return chunks_of(tokens, CHUNK_SIZE, root=root, version=self.version, token_payload_bytes=size)
+        chunks = chunks_of(tokens, CHUNK_SIZE, root=root, version=self.version, token_payload_bytes=size)
+        self.parents.update((chunk.key, chunk.parent) for chunk in chunks)
+        return chunks
+
+    def hangs_on_gone(self, key):
+        """Whether it is known by now, or may be, that a chunk before it was forgotten at some time."""
+        while key in self.parents:
+            key = self.parents[key]
+            if key in self.gone:
+                return True
+        return False
 
     @rule(session=sessions, prompt=prompts, media=search_ranges, asks_for_tail=st.booleans())
     def find(self, session, prompt, media, asks_for_tail):
@@ -224,6 +236,8 @@ class StoreMachine(RuleBasedStateMachine):
         known = (*self.model.images.values(), *self.model.writing[lease_id].values())
         longer = [chunk.tokens for chunk in known if chunk.kind is write.kind]
         for key in (may & self.model.writing[lease_id].keys()) - published:  # not cleared, so superseded
+            if self.hangs_on_gone(key):
+                continue
             tokens = write.slots[key][0].tokens
             assert any(other.startswith(tokens) and len(other) > len(tokens) for other in longer)
         self.model.committed(lease_id, published)
@@ -300,11 +314,14 @@ class StoreMachine(RuleBasedStateMachine):
         last = named[-1].key if named else parent
         known = {chunk.key: chunk for chunks in self.model.history.values() for chunk in chunks}
         known |= {chunk.key: chunk for write in self.writes.values() for chunk, _ in write.slots.values()}
+        # What hangs on a chunk that the store does not know is not known to hang on the one before that.
+        known = {key: each for key, each in known.items() if (entry := self.store.index.get(key)) and entry.parent}
         gone = {chunk.key for chunk in named}
         gone |= {chunk.key for chunk in known.values() if chunk.parent == last and tail.startswith(chunk.tokens)}
         while more := {chunk.key for chunk in known.values() if chunk.parent in gone} - gone:
             gone |= more
         self.model.forget(gone)
+        self.gone |= gone
 
     # What tiers do
 
@@ -387,6 +404,9 @@ class StoreMachine(RuleBasedStateMachine):
             entry = self.store.index.get(chunk.key)
             if entry is not None and entry.tiers and chunk.key not in self.model.images and not entry.doom:
                 self.model.admit([chunk])
+                while entry is not None:
+                    assert entry.key not in self.gone, "a scan has brought back what hangs on what was forgotten"
+                    entry = entry.parent
 
     # What must hold
 

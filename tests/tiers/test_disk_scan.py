@@ -11,6 +11,7 @@ import pytest
 from qkvault.image import Header, header_bytes_for, sketch_of, write_header
 from qkvault.testing.tier_contract import key_of, tokens_of
 from qkvault.tiers import disk_files
+from qkvault.tiers import disk_listing as listing
 from qkvault.tiers.base import JobKind
 
 
@@ -212,6 +213,30 @@ def test_chunks_are_found_by_key_before_a_scan_has_come_to_them(make_disk, disk,
     assert again.tier.find([*keys, key_of(77)]) == [scanned[key] for key in (keys[0], *keys[3:])]
     again.tier._reads.report("test")
     assert again.tier.find(keys) == []
+
+
+def test_a_sample_reads_one_header_of_each_space(disk, slots, monkeypatch):
+    """B331: and of a space of thousands of files one folder."""
+    others = [bytes([n]) * 16 for n in range(5)]
+    for space in others:
+        disk.store(*(slots.image(n, 100, key=key_of(n, space)) for n in range(10)))
+    read, listed = listing.read_headers, []
+    monkeypatch.setattr(listing, "read_headers", lambda paths, size: (listed.extend(paths), read(paths, size))[1])
+    assert sorted(chunk.key[:16] for chunk in disk.tier.sample()) == others
+    assert len(listed) == len(others)
+
+
+def test_a_sample_passes_over_what_is_damaged(disk, stored, root):
+    """B331."""
+    (keys,) = map(list, listing.keys_by_space(str(root)))
+    assert sorted(keys) == sorted(piece.key for piece in stored)
+    flip_header(file_of(root, keys[0]))
+    assert [chunk.key for chunk in disk.tier.sample()] == [keys[1]]
+    for key in keys[1:]:
+        flip_header(file_of(root, key))
+    assert disk.tier.sample() == []
+    disk.tier._reads.report("test")
+    assert disk.tier.sample() == []
 
 
 def test_jobs_run_during_a_scan(disk, stored, slots):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import inspect as shape
 
 from qkvault.errors import ProtocolError
 from qkvault.types import ChunkRef, ChunkRefs, Medium, NewChunk, Outcome
@@ -104,6 +107,73 @@ def test_a_frame_has_a_limit_in_both_directions():
         codec.decode_head(codec.HEAD.pack(codec.MAX_BODY_BYTES + 1, 0, 0, 0))
     with pytest.raises(ProtocolError, match="at most"):
         codec.encode(m.Match(0, KEY, bytes(codec.MAX_BODY_BYTES)), 0, 0)
+
+
+def least_of(told):
+    """The smallest value of a type, as it is sent."""
+    if isinstance(told, shape.StructType):
+        required = {field.name: least_of(field.type) for field in told.fields if field.required or told.array_like}
+        return list(required.values()) if told.array_like else {"type": told.tag} | required
+    return {shape.StrType: "", shape.BytesType: b"", shape.VarTupleType: []}.get(type(told), 1)
+
+
+def too_long(told):
+    """Values of a type that are too long in one place: (the place, how long it may be, the value)."""
+    if isinstance(told, (shape.StrType, shape.BytesType)):
+        yield "", told.max_length, ("x" if isinstance(told, shape.StrType) else b"x") * ((told.max_length or 0) + 1)
+    elif isinstance(told, shape.VarTupleType):
+        yield "", told.max_length, [least_of(told.item_type)] * ((told.max_length or 0) + 1)
+        yield from ((f"[]{place}", limit, [value]) for place, limit, value in too_long(told.item_type))
+    elif isinstance(told, shape.UnionType):
+        for each in told.types:
+            yield from too_long(each)
+    elif isinstance(told, shape.StructType):
+        for at, field in enumerate(told.fields):
+            for place, limit, value in too_long(field.type):
+                struct = least_of(told)
+                struct[at if told.array_like else field.name] = value
+                yield f".{told.cls.__name__}.{field.name}{place}", limit, struct
+    else:
+        assert isinstance(told, (shape.IntType, shape.BoolType, shape.EnumType, shape.NoneType)), f"{told} has no limit"
+
+
+TOO_LONG = [each for request in m.AnyRequest.__args__ for each in too_long(shape.type_info(request))]
+
+
+@pytest.mark.parametrize(("place", "limit", "message"), TOO_LONG, ids=[place for place, _, _ in TOO_LONG])
+def test_what_is_longer_than_a_field_is_refused_before_there_is_memory_for_it(place, limit, message):
+    """B255, B333: whatever is text, bytes or a list has a limit. Of text the whole is read before it is measured."""
+    assert limit is not None
+    body = msgspec.msgpack.encode(message)
+    assert len(body) < codec.MAX_BODY_BYTES
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=f"of length <= {limit} "):
+            codec.decode_request(body)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 16 << 10
+
+
+@pytest.mark.parametrize(
+    "change", [{"worker_id": -1}, {"world_size": 1 << 32}, {"pid": 1 << 40}, {"pid": "1"}, {"spaces": b"x"}]
+)
+def test_an_instances_numbers_are_numbers_of_an_instance(change):
+    """B333."""
+    instance = msgspec.to_builtins(INSTANCE, builtin_types=(bytes,)) | change
+    with pytest.raises(ProtocolError):
+        codec.decode_request(msgspec.msgpack.encode({"type": "Register", "instance": instance}))
+
+
+@pytest.mark.parametrize("change", [{3: 0}, {3: (1 << 18) + 1}, {4: -1}, {4: 1 << 62}])
+def test_a_chunks_numbers_are_numbers_of_a_chunk(change):
+    """B333."""
+    chunk = [KEY, KEY, b"123", 16, 8192]
+    for at, value in change.items():
+        chunk[at] = value
+    with pytest.raises(ProtocolError):
+        codec.decode_request(msgspec.msgpack.encode({"type": "Reserve", "chunks": [chunk]}))
 
 
 @pytest.mark.parametrize("deep", [b"\x91", b"\x81\xa1x"])

@@ -98,6 +98,9 @@ class Fuzzer:
             lambda: m.Abort(number()),
             lambda: m.Download(b"".join(key() for _ in range(rng.choice([0, 1, 3, 3000])))),
             lambda: m.Register(instance),
+            lambda: m.Inspect(key(), keys_of(whole), checks_of(whole), rng.choice(chunks).tokens, media),
+            lambda: m.Forget(key(), b"".join(key() for _ in range(rng.choice([0, 1, 300]))), chunks[-1].tokens),
+            lambda: m.Clear(spaces=(rng.randbytes(rng.choice([0, 16, 48])),)),
             lambda: rng.choice([m.Ping(), m.GetStatus(), m.Check(), m.Clear(lower_tiers=False)]),
             lambda: rng.choice([HELLO, m.Hello(number(), "x", "y"), m.Switch(hot_cache=True)]),
         ]

@@ -30,8 +30,11 @@ _log = RateLimited(get_logger("capture"))
 _ORDER: Final = "LBNHPD"  # a ring's rows: all heads of a token together
 
 
-def query_layout(kv: PagedConnector, *, num_layers: int, num_heads: int, head_size: int, dtype: str) -> ChunkLayout:
-    """How the chunks of a ring are laid out: chunks of the same tokens as those of ``kv``, in the engine's blocks."""
+def query_layout(kv: ChunkLayout, *, num_layers: int, num_heads: int, head_size: int, dtype: str) -> ChunkLayout:
+    """How the chunks of a ring are laid out: chunks of the same tokens as those of ``kv``, in the engine's blocks.
+
+    ``kv`` counts in the engine's blocks, into however many its kernels cut them. Heads are those of one rank.
+    """
     return ChunkLayout(
         kind=CacheKind.QUERY,
         num_layers=num_layers,
@@ -40,7 +43,7 @@ def query_layout(kv: PagedConnector, *, num_layers: int, num_heads: int, head_si
         num_parts=1,
         dtype=dtype,
         block_size=kv.block_size,
-        chunk_size=kv.layout.chunk_size,
+        chunk_size=kv.chunk_size,
         order=_ORDER,
     )
 

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from qkvault.capture.adapter import QRingBufferAdapter, query_layout, query_space
+from qkvault.capture.adapter import QRingBufferAdapter
 from qkvault.capture.plan import RequestStep
 from qkvault.capture.recorder import QRingBufferCapture
 from qkvault.capture.ring import QRingBuffer
+from qkvault.errors import LayoutMismatch
 from qkvault.logs import RateLimited, get_logger
 from qkvault.spaces import SpaceDescription
 from qkvault.types import TRANSFER_QUERY
 
 if TYPE_CHECKING:
     from qkvault.keys import KeySpace
+    from qkvault.layout import ChunkLayout
     from qkvault.link import Link
     from qkvault.paged import PagedConnector
 
 QUERY_NAMES: Final = ("q", "query")  # of a layer's intermediate tensors; the first that is there
+Numbers: TypeAlias = Mapping[str, Mapping[tuple[str, ...], float]]  # by name, then by the values of its labels
 _log = RateLimited(get_logger("capture.features"))
 
 
@@ -33,20 +36,23 @@ class EngineContext(NamedTuple):
     """What a feature has to know of the engine when it registers."""
 
     kv: PagedConnector | None  # the KV pages; None: they are not registered yet
-    kv_space: KeySpace  # of this rank
+    layout: ChunkLayout  # of the queries of this rank
+    space: KeySpace  # theirs
     connect: Callable[[SpaceDescription], Link]  # a session of the feature's own, which tells what it stores
     layer_names: Sequence[str]  # those to be captured, in the model's order
-    num_query_heads: int  # of this rank
-    head_size: int
-    dtype: str  # of the queries, a name in layout.ELEMENT_BYTES
     num_ring_blocks: int
-    layers: Sequence[int] | None = None  # numbers of the layers if they are not all
     can_save: bool = True  # else another rank stores what this one would
 
 
 class Feature(Protocol):
-    """One thing that is done beside KV. ``register`` may refuse; what the others raise ends in the dispatcher."""
+    """One thing that is done beside KV. ``register`` may refuse; what the others raise ends in the dispatcher.
 
+    While it is not capturing, ``save_kv_layer`` need not be called. ``numbers`` are for metrics.
+    """
+
+    @property
+    def is_capturing(self) -> bool: ...
+    def numbers(self) -> Numbers: ...
     def register(self, engine: EngineContext) -> None: ...
     def start_step(self, steps: Sequence[RequestStep], dropped: Collection[str]) -> None: ...
     def save_kv_layer(
@@ -64,6 +70,27 @@ class QTensorFeature:
     def __init__(self) -> None:
         self.capture: QRingBufferCapture | None = None  # None: not registered, or another rank stores
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the step that runs now wants any row."""
+        return self.capture is not None and self.capture.is_capturing
+
+    def numbers(self) -> Numbers:
+        """What became of chunks, and how full the ring is."""
+        if self.capture is None:
+            return {}
+        adapter, ring = self.capture.adapter, self.capture.adapter.ring
+        counters = adapter.counters
+        outcomes = {"captured": counters.num_captured, "stored": counters.num_stored, "present": counters.num_present}
+        return {
+            "chunks": {(outcome,): count for outcome, count in outcomes.items()},
+            "dropped_chunks": {(reason.value,): count for reason, count in counters.dropped.items()},
+            "faults": {(): self.capture.num_faults},
+            "ring_bytes": {(): ring.num_bytes},
+            "ring_blocks": {(): ring.num_blocks},
+            "ring_free_blocks": {(): ring.num_free_blocks()},
+        }
+
     def register(self, engine: EngineContext) -> None:
         """Build the ring. Raises RuntimeError before the KV pages are known (rows 93, 114), LayoutMismatch, ValueError.
 
@@ -74,14 +101,10 @@ class QTensorFeature:
             raise RuntimeError(msg)
         if not engine.can_save:
             return
-        kv = engine.kv
-        layout = query_layout(
-            kv,
-            num_layers=len(engine.layer_names),
-            num_heads=engine.num_query_heads,
-            head_size=engine.head_size,
-            dtype=engine.dtype,
-        )
+        kv, layout = engine.kv, engine.layout
+        if (layout.block_size, layout.chunk_size) != (kv.block_size, kv.layout.chunk_size):
+            msg = f"queries in blocks of {layout.block_size} tokens beside KV in blocks of {kv.block_size}"
+            raise LayoutMismatch(msg)
         ring = QRingBuffer(
             layout.num_layers,
             engine.num_ring_blocks,
@@ -90,9 +113,8 @@ class QTensorFeature:
             getattr(torch, layout.dtype),
             device=kv.device,
         )
-        space = query_space(engine.kv_space, layout, engine.layers)
-        link = engine.connect(SpaceDescription(space, layout))
-        adapter = QRingBufferAdapter(ring, layout, space, link, num_engine_blocks=kv.num_blocks)
+        link = engine.connect(SpaceDescription(engine.space, layout))
+        adapter = QRingBufferAdapter(ring, layout, engine.space, link, num_engine_blocks=kv.num_blocks)
         num_slots = kv.num_blocks * kv.block_size
         self.capture = QRingBufferCapture(adapter, engine.layer_names, num_slots=num_slots)
         adapter.register()
@@ -109,7 +131,7 @@ class QTensorFeature:
         self, layer_name: str, tensors: Mapping[str, torch.Tensor], slot_mapping: torch.Tensor | None
     ) -> None:
         """A layer has run; ``tensors`` are those between its projections and its attention (row 81)."""
-        if self.capture is not None and self.capture.is_capturing:
+        if self.capture is not None:
             query = next((tensors[name] for name in QUERY_NAMES if name in tensors), None)
             self.capture.save_q_layer(layer_name, query, slot_mapping)
 
@@ -144,6 +166,15 @@ class Dispatcher:
         """``features`` by name."""
         self.features = dict(features)
         self.num_faults: Counter[str] = Counter()  # by feature and hook, with a dot between them
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether any feature wants the layers of the step that runs now."""
+        return any(feature.is_capturing for feature in self.features.values())
+
+    def numbers(self) -> Numbers:
+        """Those of all features."""
+        return {name: values for feature in self.features.values() for name, values in feature.numbers().items()}
 
     def register(self, engine: EngineContext) -> None:
         """At start, after the KV pages (row 114). Raises what a feature raises: it cannot work with this engine."""

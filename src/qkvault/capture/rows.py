@@ -144,6 +144,7 @@ class Collector:
         """Take the requests of a step that is about to run. To be followed by ``verify``, in the order of steps."""
         capture = StepCapture(Wanted(array("q"), array("q")), [])
         captured: set[str] = set()
+        ending: list[_Request] = []  # with rows in this step: nobody else may write their blocks in it
         for step in steps:
             if step.request_id in captured:
                 continue  # told twice: its ring slots must not be given away and written in one step
@@ -158,8 +159,12 @@ class Collector:
                     request.items[number] = item
                     if (chunk := request.chunks.get(number)) is not None:
                         self._settle(chunk)
-            if step.is_last:
+            if step.is_last and step.request_id in captured:
+                ending.append(request)
+            elif step.is_last:
                 self._end(request)
+        for request in ending:
+            self._end(request)
         return capture
 
     def verify(self, capture: StepCapture, is_found: Sequence[bool] | None) -> None:

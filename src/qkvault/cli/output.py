@@ -19,13 +19,18 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def printable(text: str) -> str:
+    """``text``, which somebody else wrote, without what would steer a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Write a table to stdout. Cells are shown as they are; none is markup."""
+    """Write a table to stdout. Cells are shown as they are; none is markup, and none can steer the terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)

@@ -6,11 +6,12 @@ They speak the store's own protocol, so that they work wherever an engine's woul
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from qkvault.client import StoreClient
     from qkvault.wire.messages import Status
 
+Command = Callable[..., None]
 AddressOption = Annotated[
     str | None,
     typer.Option("--address", metavar="ADDRESS", help="Where the store is; else the setting, else the default."),
@@ -84,6 +86,9 @@ def status(
     asked, hits = counters.get("chunks_asked", 0), counters.get("chunks_found", 0)
     rate = f" ({hits / asked:.1%})" if asked else ""
     typer.echo(f"lookups {counters.get('lookups', 0)}, chunks asked {asked}, found {hits}{rate}")
+    if models := model_rows(found):
+        typer.echo()
+        print_table(("model", "kind", "dtype", "ranks", "tokens a chunk"), models)
     if found.instances:
         typer.echo()
         print_table(("instance", "role", "model", "rank", "pid", "heard", "leases"), instance_rows(found))
@@ -103,6 +108,19 @@ def media_rows(found: Status) -> list[tuple[str, ...]]:
         )
         for medium in found.media
     ]
+
+
+def model_rows(found: Status) -> list[tuple[str, ...]]:
+    """The rows of a table of models: what is known of them, or was found on disk."""
+    from msgspec.structs import replace
+
+    from qkvault.reports import spaces_of
+
+    ranks = Counter(replace(each, worker_id=0) for each in {each.space for each in spaces_of(found)})
+    return sorted(
+        (space.model_name, space.kind.value, space.dtype, f"{count} of {space.world_size}", str(space.chunk_size))
+        for space, count in ranks.items()
+    )
 
 
 def instance_rows(found: Status) -> list[tuple[str, ...]]:
@@ -153,7 +171,7 @@ def lookup(
         print_json({"num_tokens": len(token_ids), "spaces": msgspec.to_builtins(found)})
         return
     if not found:
-        typer.echo("the store knows no such model: an engine has to register first")
+        typer.echo("the store knows no such model: none of its engines has registered, and nothing of it is on disk")
         return
     rows = [
         (
@@ -186,38 +204,40 @@ def clear(
         typer.echo(f"{count} chunks cleared")
 
 
-def freeze(
-    state: Annotated[OnOff, typer.Argument(help="Frozen, a store serves what is in RAM, and stores nothing.")],
-    *,
-    address: AddressOption = None,
-    file: FileOption = None,
-    settings: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Freeze a store, or thaw it."""
-    with reach(address, file, settings) as client:
-        is_frozen = client.switch(frozen=state is OnOff.ON).is_frozen
-    if as_json:
-        print_json({"is_frozen": is_frozen})
-    else:
-        typer.echo("frozen" if is_frozen else "not frozen")
+def _switch(name: str, words: tuple[str, str], turn: Callable[[StoreClient, bool], bool], about: str) -> Command:
+    """A command that turns a switch and tells how it stands: as ``name`` to ``--json``, else by one of ``words``."""
+
+    def command(
+        state: OnOff,
+        *,
+        address: AddressOption = None,
+        file: FileOption = None,
+        settings: SetOption = None,
+        as_json: JsonOption = False,
+    ) -> None:
+        with reach(address, file, settings) as client:
+            is_on = turn(client, state is OnOff.ON)
+        if as_json:
+            print_json({name: is_on})
+        else:
+            typer.echo(words[is_on])
+
+    command.__doc__ = about
+    return command
 
 
-def hot_cache(
-    state: Annotated[OnOff, typer.Argument(help="Off, RAM is emptied, and keeps nothing that a lower tier holds.")],
-    *,
-    address: AddressOption = None,
-    file: FileOption = None,
-    settings: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Switch a store's cache in RAM on or off."""
-    with reach(address, file, settings) as client:
-        is_on = client.switch(hot_cache=state is OnOff.ON).hot_cache
-    if as_json:
-        print_json({"hot_cache": is_on})
-    else:
-        typer.echo(f"hot cache {'on' if is_on else 'off'}")
+freeze: Final = _switch(
+    "is_frozen",
+    ("not frozen", "frozen"),
+    lambda client, is_on: client.switch(frozen=is_on).is_frozen,
+    "Freeze a store, or thaw it. Frozen, it serves what is in RAM, and stores nothing.",
+)
+hot_cache: Final = _switch(
+    "hot_cache",
+    ("hot cache off", "hot cache on"),
+    lambda client, is_on: client.switch(hot_cache=is_on).hot_cache,
+    "Switch a store's cache in RAM on or off. Off, RAM is emptied, and keeps nothing that a lower tier holds.",
+)
 
 
 def _text_of(words: list[str], source: Path | None) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from qkvault.cli.config import FileOption, SetOption
-from qkvault.cli.output import JsonOption
+from qkvault.cli.output import JsonOption, printable
 from qkvault.cli.store import AddressOption, instance_rows, reach
 from qkvault.units import approximate_size
 
@@ -142,7 +142,7 @@ def _picture(tick: Tick) -> Group:
     hits = "-" if tick.hit_rate is None else f"{tick.hit_rate:.1%}"
     instances = Table("instance", "role", "model", "rank", "pid", "heard", "leases", box=None, pad_edge=False)
     for row in instance_rows(status):
-        instances.add_row(*(Text(cell) for cell in row))
+        instances.add_row(*(Text(printable(cell)) for cell in row))
     flags = "  FROZEN" if status.is_frozen else ""
     line = (
         f"hit rate {hits}   clients {status.num_sessions}   leases {status.num_leases}   jobs {status.num_jobs}{flags}"

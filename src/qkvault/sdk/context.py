@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -125,10 +126,10 @@ class Context:
         does not compute, go on behind (None: queries do, K and V do not). Waits for lower tiers as long as
         ``timeout_seconds``; what is not here then counts as missing. Raises ValueError for a layer that there is not.
         """
-        num_layers = self.geometry.layout.num_layers
-        chosen = range(num_layers) if layers is None else layers
-        if any(not 0 <= layer < num_layers for layer in chosen):
-            msg = f"layers are numbered from 0 to {num_layers - 1}, not {list(chosen)}"
+        known = self.geometry.layers
+        chosen = known if layers is None else tuple(layers)
+        if not set(chosen) <= set(known):
+            msg = f"layers {list(chosen)} are wanted, there are {list(known)}"
             raise ValueError(msg)
         start, stop = (0, len(tokens)) if span is None else (max(0, span[0]), min(span[1], len(tokens)))
         if start >= stop or not chosen:
@@ -222,15 +223,21 @@ class Context:
         layout = self.geometry.layout
         if isinstance(tensors, torch.Tensor):
             tensors = tensors.unflatten(-1, (self.geometry.num_heads, layout.head_size)).unbind(0)
-        given = tensors if isinstance(tensors, CacheTensors) else CacheTensors.of(self.kind, tensors)
+        layers = self.geometry.layers
+        given = (
+            tensors
+            if isinstance(tensors, CacheTensors)
+            else replace(CacheTensors.of(self.kind, tensors), layers=layers)
+        )
         dtype = TORCH_DTYPES[layout.dtype]
         num_layers, num_heads, head_size = self.geometry.shape
         shape = (num_layers, given.num_tokens, num_heads, head_size)
-        is_right = given.kind is self.kind and given.layers == tuple(range(num_layers))
+        is_right = given.kind is self.kind and given.layers == layers
         is_right &= len(given.parts) == layout.num_parts
         if not is_right or any(part.shape != shape or part.dtype != dtype for part in given.parts):
             got = [(tuple(part.shape), str(part.dtype)) for part in given.parts]
-            msg = f"{layout.num_parts} parts of {self.kind.value} {dtype} {list(shape)} of all layers wanted, got {got}"
+            what = f"{layout.num_parts} parts of {self.kind.value} {dtype} {list(shape)} of layers {list(layers)}"
+            msg = f"{what} wanted, got {got} of {list(given.layers)}"
             raise ValueError(msg)
         if given.num_tokens and int(given.positions[-1]) >= num_tokens:
             msg = f"the tensors go to token {int(given.positions[-1])}, there are {num_tokens}"

@@ -1,9 +1,10 @@
-"""Whose tensors: the ranks of one model, chosen from what engines have described to the store."""
+"""Whose tensors: the ranks of one model, chosen from what the store knows: described by engines, or found on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import islice
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,12 +14,20 @@ from qkvault.layout import ChunkLayout
 from qkvault.spaces import SpaceDescription
 from qkvault.types import CacheKind
 
+_MAX_TOLD: Final = 16  # ranks that an error names
+
 
 class Geometry(NamedTuple):
     """The spaces of all ranks, in order, and the layout that chunks are written in."""
 
     spaces: tuple[KeySpace, ...]
     layout: ChunkLayout  # of one rank
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The model's numbers of the layers that are there, in order: where some are left out, the space names them."""
+        _, _, numbers = self.spaces[0].tensors.partition(":")
+        return tuple(map(int, numbers.split(","))) if numbers else tuple(range(self.layout.num_layers))
 
     @property
     def num_heads(self) -> int:
@@ -50,13 +59,15 @@ def choose(
         have = "; ".join(sorted({_told(each.space) for each in known})) or "nothing"
         what = f"{kind.value} of {name or 'any model'}" + (f" with {dict(fields)}" if fields else "")
         hint = (
-            "choose by model= or fields=" if found else "an engine that stores it must have been connected, or spaces="
+            "choose by model= or fields="
+            if found
+            else "its engine has not connected and nothing of it is on disk: say spaces="
         )
         msg = f"{len(found) or 'no'} models fit {what}: {hint}. The store knows {have}"
         raise ConfigError(msg)
     ((space, ranks),) = found.items()
-    if missing := sorted(set(range(space.world_size)) - set(ranks)):
-        msg = f"ranks {missing} of {space.world_size} of {_told(space)} have not described what they store"
+    if missing := list(islice((rank for rank in range(space.world_size) if rank not in ranks), _MAX_TOLD)):
+        msg = f"ranks {missing} of {space.world_size} of {_told(space)} are not known: neither connected nor on disk"
         raise ConfigError(msg)
     layout = ranks[0].layout
     layout.require_viewable()

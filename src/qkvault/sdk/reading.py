@@ -25,9 +25,10 @@ class Reader:
     def __init__(
         self, client: StoreClient, geometry: Geometry, span: Span, *, layers: Sequence[int], deadline: float
     ) -> None:
-        """``deadline`` is on the monotonic clock: later, nothing is waited for."""
+        """``layers``: some of the geometry's. ``deadline`` is on the monotonic clock: later, nothing is waited for."""
         self._client, self._geometry = client, geometry
         self._span, self._layers, self._deadline = span, list(layers), deadline
+        self._rows = [geometry.layers.index(layer) for layer in layers]  # of a chunk
         _, num_heads, head_size = geometry.shape
         shape = (len(self._layers), span.stop - span.start, num_heads, head_size)
         dtype = TORCH_DTYPES[geometry.layout.dtype]
@@ -79,8 +80,8 @@ class Reader:
             for rank, parts in enumerate(views):
                 heads = slice(rank * step, (rank + 1) * step)
                 for out, part in zip(self._parts, parts, strict=True):
-                    for row, layer in enumerate(self._layers):
-                        out[row, rows, heads] = part[layer, start - base : stop - base]
+                    for at, row in enumerate(self._rows):
+                        out[at, rows, heads] = part[row, start - base : stop - base]
             self._positions.append(range(start, stop))
             self._num_rows = rows.stop
         return num_tokens

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from qkvault.image import sketch_of, tokens_in
 from qkvault.pool import Pool
 from qkvault.store.feed import Feed
+from qkvault.store.forgotten import Forgotten
 from qkvault.store.index import Entry, Index, Shape
 from qkvault.store.leases import Lease, LeaseTable, Partial
 from qkvault.store.ledger import Ledger
@@ -52,6 +53,7 @@ class Core:
         self.tiering = Tiering(list(books), self.index, self.room, self._tier_lost)
         self.leases = LeaseTable(lease_seconds)
         self.ledger = Ledger(Feed(self.index, self.room.image, self.tiering.books))
+        self.forgotten = Forgotten(is_on=bool(books))
         self.hot_cache = hot_cache
         self.is_frozen = False
         self.num_doomed = 0  # entries that are to go
@@ -172,24 +174,35 @@ class Core:
         """Forget the chunks ``keys`` (48 bytes each) and all that hangs on them: without a head no tail can be hit.
 
         Also those children of the last of them (without any, of ``parent``) whose tokens are ``tail`` or its beginning.
-        What is being read goes when its readers are done, what is being written never appears. Returns how many chunks
-        are to go.
+        What is being read goes when its readers are done, what is being written never appears, nor does what a scan
+        finds later. Returns how many known chunks are to go.
         """
-        each = [self.index.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        each = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         last = self.index.get(keys[-KEY_BYTES:] or parent)
         sketch = sketch_of(tail)
+        self.forgotten.add(each)
+        if not each:
+            self.forgotten.add_tail(parent, sketch)
         walk = [child for child in (last.children if last is not None else ()) if sketch.startswith(child.sketch)]
-        walk += [entry for entry in reversed(each) if entry is not None]
+        return self._forget_all(walk + [entry for key in reversed(each) if (entry := self.index.get(key)) is not None])
+
+    def _forget_all(self, walk: list[Entry]) -> int:
         found: dict[Entry, None] = {}  # every chunk after the one it hangs on
         while walk:
             entry = walk.pop()
             if entry not in found:
                 found[entry] = None
                 walk += entry.children
+        self.forgotten.add(entry.key for entry in found)
         going = [entry for entry in found if entry.is_somewhere and not entry.doom]
         for entry in reversed(going):
             self._doom(entry, "forgotten")
         return len(going)
+
+    def _inherit(self, key: bytes, parent: bytes) -> None:
+        # What a scan had found behind key goes: key turns out to hang on what was forgotten. What is in RAM is newer.
+        if self.forgotten.inherits(key, parent) and (entry := self.index.get(key)) is not None:
+            self._forget_all([child for child in entry.children if child.state is ChunkState.ABSENT])
 
     def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
         """The slots of a live write lease, those of ``keys`` or all, in the order they were reserved."""

@@ -16,15 +16,14 @@ from qkvault.logs import get_logger
 from qkvault.pool import Pool
 from qkvault.store.feed import PAGE
 from qkvault.store.manager import StorageManager
+from qkvault.store.scan import Scan
 from qkvault.store.sessions import Session, Sessions
 from qkvault.store.status import status_of
-from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import JobResult, Tier
-from qkvault.types import KEY_BYTES
 from qkvault.wire import messages as m
 
 _TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of tiers is looked at
-_MAX_EARLY: Final = 256  # keys that one lookup asks tiers for while they are scanned: some 20 ms of small reads
+_SAMPLE_SECONDS: Final = 1.0  # that a start waits for what spaces the tiers hold
 _log = get_logger("store")
 
 
@@ -54,7 +53,10 @@ class StoreDriver:
         scan: bool = True,
         traits: Traits = _PLAIN,
     ) -> None:
-        """Start. ``tiers`` are those of the manager's books, in that order; the driver closes them."""
+        """Start. ``tiers`` are those of the manager's books, in that order; the driver closes them.
+
+        Blocks until it is known what spaces the tiers hold: some milliseconds, a second at most.
+        """
         self.manager = manager
         self.tiers = list(tiers)
         self._clock = clock
@@ -67,15 +69,17 @@ class StoreDriver:
             reap_timeout_seconds=traits.reap_timeout_seconds,
             registration_grace_seconds=traits.registration_grace_seconds,
         )
-        self._num_scanning = 0
+        self._scan = Scan(manager, self.tiers if scan else (), self._changed, self._after_change)
         for tier in self.tiers:
             tier.notify(self._wake.set)
         self._threads = [threading.Thread(target=self._run, name="qkvault-store", daemon=True)]
-        if scan and self.tiers:
-            self._num_scanning = len(self.tiers)
-            self._threads.append(threading.Thread(target=self._scan_all, name="qkvault-scan", daemon=True))
+        if not self._scan.is_over:
+            self._threads.append(
+                threading.Thread(target=self._scan.run, args=(self._sessions.found,), name="qkvault-scan", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
+        self._scan.wait_sampled(_SAMPLE_SECONDS)
 
     @property
     def pool(self) -> Pool:
@@ -96,10 +100,10 @@ class StoreDriver:
 
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
         """Answer one request. Never raises: what goes wrong is a ``Failed``."""
-        if self._num_scanning and isinstance(request, m.Lookup | m.Inspect | m.Forget | m.Several):
+        if not self._scan.is_over:
             for each in request.requests if isinstance(request, m.Several) else (request,):
                 if isinstance(each, m.Lookup | m.Inspect | m.Forget):
-                    self._find_early(each.keys)
+                    self._scan.find_early(each.keys)
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
             if self._is_closing or session is None:
@@ -153,12 +157,12 @@ class StoreDriver:
     def is_idle(self) -> bool:
         """Whether no tier job is under way and no tier is being scanned."""
         with self._lock:
-            return self._has_no_jobs() and self._num_scanning == 0
+            return self._has_no_jobs() and self._scan.is_over
 
     def drain(self, timeout_seconds: float) -> bool:
         """Block until the store is idle: everything committed is in its tiers. False if the time was up first."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._has_no_jobs() and self._num_scanning == 0, timeout_seconds)
+            return self._changed.wait_for(lambda: self._has_no_jobs() and self._scan.is_over, timeout_seconds)
 
     def check(self) -> None:
         """Raise InvariantError unless all that must always hold does."""
@@ -175,7 +179,7 @@ class StoreDriver:
                 self._changed.wait_for(self._has_no_jobs, drain_seconds)
             if self._is_closing:
                 return
-            self._is_closing = True
+            self._is_closing = self._scan.is_given_up = True
             self._changed.notify_all()
         self._wake.set()
         for thread in self._threads:
@@ -226,39 +230,6 @@ class StoreDriver:
                     _log.exception("tier_poll_failed", tier=tier.name)
             self._after_change()
             self._changed.notify_all()
-
-    def _scan_all(self) -> None:
-        for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
-            try:
-                self._scan_one(book, tier)
-            except Exception:  # thread top: a tier that cannot be scanned starts empty
-                _log.exception("scan_failed", tier=tier.name)
-            with self._changed:
-                self._num_scanning -= 1
-                self._changed.notify_all()
-
-    def _find_early(self, keys: bytes) -> None:
-        # What a scan has not come to yet: ask the tiers for the first keys that are not known.
-        each = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-        with self._lock:
-            unknown = [key for key in each if (entry := self.manager.index.get(key)) is None or not entry.is_somewhere]
-        for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
-            try:
-                found = tier.find(unknown[:_MAX_EARLY]) if unknown else []
-            except Exception:  # thread top: a hint is not worth the request
-                _log.exception("find_failed", tier=tier.name)
-                continue
-            with self._lock:
-                self.manager.adopt(book, found)
-                self._after_change()
-
-    def _scan_one(self, book: TierBook, tier: Tier) -> None:
-        for batch in tier.scan():
-            with self._changed:
-                if self._is_closing:
-                    return
-                self.manager.adopt(book, batch)
-                self._after_change()
 
     def _answer(self, session_id: int, session: Session, request: m.AnyRequest) -> m.AnyReply:
         manager, now = self.manager, self._clock()
@@ -333,7 +304,7 @@ class StoreDriver:
         return status_of(
             self.manager,
             num_sessions=len(self._sessions),
-            is_scanning=self._num_scanning > 0,
+            is_scanning=not self._scan.is_over,
             instances=self._sessions.instances(self._clock(), lambda session_id: len(leases.of_session(session_id))),
             spaces=self._sessions.spaces,
         )

@@ -180,6 +180,7 @@ class StorageManager(Core):
         if not self.index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens):
             self.ledger.counters.collisions += 1
             return Outcome.COLLISION
+        self._inherit(chunk.key, chunk.parent)
         known = self.index.get(chunk.key)
         shape = (chunk.num_tokens, chunk.image_bytes, kind)
         if known is not None and known.is_somewhere and not self._is_lost(known, shape):
@@ -285,9 +286,10 @@ class StorageManager(Core):
             self._settle(entry)
 
     def adopt(self, book: TierBook, found: Sequence[Found]) -> None:
-        """Learn what a tier held before this store began, oldest use first. What was cleared is removed instead."""
+        """Learn what a tier held before this store began, oldest use first. What was forgotten is removed instead."""
         for chunk in found:
-            entry = self.tiering.adopt(book, chunk)
+            self._inherit(chunk.key, chunk.parent)
+            entry = self.tiering.adopt(book, chunk, is_forgotten=self.forgotten.covers(chunk))
             if entry is not None:
                 self.ledger.stored(entry, book.medium, book.name, chunk)
 
@@ -305,9 +307,7 @@ class StorageManager(Core):
         if spaces:
             known = [entry for entry in known if entry.key[:SPACE_BYTES] in spaces]
         if lower_tiers:
-            for book in self.tiering.books:
-                book.is_void |= not spaces
-                book.void_spaces.update(spaces)
+            self.forgotten.add_all(spaces)
             for entry in known:
                 self._doom(entry, "cleared")
             return len(known)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from qkvault.spaces import space_id_of
 from qkvault.wire.messages import Instance, InstanceStatus
 
 _MAX_SPACES: Final = 256  # descriptions that are remembered, of a few hundred bytes each
@@ -61,19 +62,28 @@ class Sessions:
         return session
 
     def register(self, session: Session, instance: Instance) -> None:
-        """``session`` is that instance from now on. What it says of its spaces is remembered when it has gone."""
+        """``session`` is that instance from now on. What it says of its spaces is remembered when it has gone.
+
+        What cannot be read, of another version or no description at all, is not.
+        """
         session.instance = instance
-        for space in instance.spaces:
-            if len(space) <= _MAX_SPACE_BYTES:
-                self._spaces.pop(space, None)
-                self._spaces[space] = None
-        while len(self._spaces) > _MAX_SPACES:
-            del self._spaces[next(iter(self._spaces))]
+        readable = [space for space in instance.spaces if space_id_of(space) is not None]
+        for space in readable:
+            self._spaces.pop(space, None)
+        self._remember([*self._spaces, *readable])
+
+    def found(self, spaces: Iterable[bytes]) -> None:
+        """Tiers hold chunks of ``spaces`` from before: they count as described before all others."""
+        self._remember([*spaces, *self._spaces])
 
     @property
     def spaces(self) -> tuple[bytes, ...]:
-        """What instances have described so far: the latest last, of very many the oldest forgotten."""
+        """What instances and tiers have described so far: the latest last, of very many the oldest forgotten."""
         return tuple(self._spaces)
+
+    def _remember(self, spaces: Iterable[bytes]) -> None:
+        kept = dict.fromkeys(space for space in spaces if len(space) <= _MAX_SPACE_BYTES)
+        self._spaces = dict.fromkeys(list(kept)[-_MAX_SPACES:])
 
     def reap(self, now: float) -> list[Instance]:
         """Take instances off the register that have been silent for too long. Returns them."""

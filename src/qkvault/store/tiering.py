@@ -16,7 +16,7 @@ from qkvault.store.index import Entry, Index, Shape
 from qkvault.store.residents import Residents
 from qkvault.store.room import Room
 from qkvault.tiers.base import Found, JobKind, JobResult, Piece, TierJob
-from qkvault.types import SPACE_BYTES, CacheKind, ChunkState, Medium
+from qkvault.types import CacheKind, ChunkState, Medium
 
 UNAVAILABLE: Final = "unavailable"
 CORRUPT: Final = "corrupt"
@@ -34,8 +34,6 @@ class TierBook:
     stored_bytes: Callable[[int], int]  # image bytes -> bytes it takes in the tier
     residents: Residents  # bytes: stored and being stored; order: stored
     is_healthy: bool = True
-    is_void: bool = False  # what a scan still finds was cleared, and is to go
-    void_spaces: set[bytes] = field(default_factory=set)  # the same, of these spaces
     storing: set[bytes] = field(default_factory=set)  # being written to it
     deleting: dict[bytes, bool] = field(default_factory=dict)  # being removed -> whether to store it again afterwards
     to_delete: list[bytes] = field(default_factory=list)  # those of ``deleting`` that no job has yet
@@ -138,11 +136,11 @@ class Tiering:
                 self._drop(book, entry.key)
                 self._forget(book, entry, reason)
 
-    def adopt(self, book: TierBook, chunk: Found) -> Entry | None:
+    def adopt(self, book: TierBook, chunk: Found, *, is_forgotten: bool = False) -> Entry | None:
         """Enter what a scan found in ``book``; it is used later than what was entered before.
 
-        Removed instead is what was cleared, what is malformed, what does not fit the capacity, and what differs from a
-        chunk of that key.
+        Removed instead is what ``is_forgotten`` or malformed, what does not fit the capacity, and what differs from a
+        chunk of that key. What was stored there since is left alone.
         """
         known = self._index.get(chunk.key)
         if chunk.key in book.deleting or (known is not None and book.holds(known)):
@@ -150,8 +148,7 @@ class Tiering:
         shape = (chunk.num_tokens, chunk.image_bytes, kind_in(chunk.space))
         is_same = known is None or not known.is_somewhere or known.shape == shape
         if (
-            book.is_void
-            or chunk.key[:SPACE_BYTES] in book.void_spaces
+            is_forgotten
             or len(chunk.sketch) != sketch_bytes_for(chunk.num_tokens)
             or not (is_same and self._index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens))
             or not self._make_room(book, shape, self._index.get(chunk.parent))

@@ -270,6 +270,15 @@ class TierContract:
         found = desk.tier.find([key_of(3), key_of(99), key_of(0)])
         assert found in ([], [scanned[key_of(3)], scanned[key_of(0)]])
 
+    def test_a_sample_has_one_chunk_of_each_space(self, desk: TierDesk, slots: Slots) -> None:
+        """A tier need not answer; if it does, the chunks are those that a scan finds, with what their headers say."""
+        other = bytes(SPACE_BYTES)
+        desk.store(*(slots.image(n) for n in range(4)), *(slots.image(n, key=key_of(n, other)) for n in range(4)))
+        found = desk.tier.sample()
+        assert all(chunk in desk.scan() for chunk in found)
+        assert sorted(chunk.key[:SPACE_BYTES] for chunk in found) in ([], [other, SPACE])
+        assert {chunk.space for chunk in found} <= {DESCRIPTION}
+
     def test_a_scan_may_be_left(self, desk: TierDesk, slots: Slots) -> None:
         """Jobs run while it lasts and after it was given up."""
         desk.store(*(slots.image(n) for n in range(3)))

@@ -56,6 +56,9 @@ class WrapperTier(Tier):
     def find(self, keys: Sequence[bytes]) -> list[Found]:
         return self.inner.find(keys)
 
+    def sample(self) -> list[Found]:
+        return self.inner.sample()
+
     def purge(self) -> int:
         return self.inner.purge()
 

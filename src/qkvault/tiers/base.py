@@ -120,6 +120,14 @@ class Tier(ABC):
         del keys
         return []
 
+    def sample(self) -> list[Found]:
+        """One chunk of each space that is here, as a scan would tell of it. Blocks for a small read each; any thread.
+
+        Asked once, before ``scan``: who stored here is known at once, from ``Found.space``. A tier that does not tell
+        that, or keeps nothing, need not answer.
+        """
+        return []
+
     @property
     @abstractmethod
     def is_healthy(self) -> bool:

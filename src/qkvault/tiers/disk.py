@@ -28,6 +28,7 @@ from qkvault.types import Medium
 
 PROBE_SECONDS: Final = 2.0
 SCAN_BATCH: Final = 128  # chunks, whose files are open at the same time
+_SAMPLE_TRIES: Final = 16  # files of one space that are read until one is a whole chunk
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_THE_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # this process is short of something
 
@@ -144,14 +145,8 @@ class DiskTier(Tier):
         """Reads the headers of all files; payloads are checked when they are loaded. See the interface."""
         start = time.monotonic()
         num_found = num_removed = 0
-        chunks: list[tuple[int, int, str, bytes]] = []  # modified, bytes of the file, path, key
         try:
-            for entry in listing.walk(self._root):
-                if entry.kind is listing.FileKind.CHUNK:
-                    chunks.append((entry.modified, entry.num_bytes, entry.path, entry.key))
-                elif entry.kind is listing.FileKind.TEMPORARY and entry.owner != self._owner:
-                    num_removed += listing.remove(entry.path)
-            chunks.sort()
+            chunks, num_removed = listing.take_stock(self._root, self._owner)
             for at in range(0, len(chunks), SCAN_BATCH):
                 batch = chunks[at : at + SCAN_BATCH]
                 found = []
@@ -177,9 +172,15 @@ class DiskTier(Tier):
         found, paths = [], [files.path_of(self._root, key) for key in keys]
         with suppress(OSError):
             for path, key, header in zip(paths, keys, self._headers_of(paths), strict=True):
-                chunk = listing.found_in(header, key)
-                if chunk is not None and chunk.stored_bytes == listing.size_of(path):
+                if (chunk := listing.found_in(header, key)) is not None and chunk.stored_bytes == listing.size_of(path):
                     found.append(chunk)
+        return found
+
+    def sample(self) -> list[Found]:
+        found: list[Found] = []
+        with suppress(OSError):
+            for keys in listing.keys_by_space(self._root):
+                found += next(filter(None, (self.find([key]) for key in itertools.islice(keys, _SAMPLE_TRIES))), [])
         return found
 
     def purge(self) -> int:

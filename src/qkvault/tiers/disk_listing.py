@@ -45,16 +45,29 @@ def walk(root: str) -> Iterator[Entry]:
     for top in _list(root):
         if top.name in (LOCK_NAME, PROBE_NAME):
             continue
-        if not _is_folder(top, _SPACE_NAME):
-            yield from _foreign(top)
-            continue
-        for shard in _list(top.path):
-            if not _is_folder(shard, _SHARD_NAME):
-                yield from _foreign(shard)
-                continue
-            for file in _list(shard.path):
-                if (entry := _entry(file, top.name, shard.name)) is not None:
-                    yield entry
+        yield from _walk_space(top) if _is_folder(top, _SPACE_NAME) else _foreign(top)
+
+
+def keys_by_space(root: str) -> Iterator[Iterator[bytes]]:
+    """The chunks of each space below ``root``, in no order. Reads no more of the directory than is asked for."""
+    for top in _list(root):
+        if _is_folder(top, _SPACE_NAME):
+            yield (entry.key for entry in _walk_space(top) if entry.kind is FileKind.CHUNK)
+
+
+def take_stock(root: str, owner: str) -> tuple[list[tuple[int, int, str, bytes]], int]:
+    """All chunks below ``root``, oldest use first: time of that, bytes of the file, path, key.
+
+    Removes temporary files of others than ``owner``, who have died; the second value is how many.
+    """
+    chunks, num_removed = [], 0
+    for entry in walk(root):
+        if entry.kind is FileKind.CHUNK:
+            chunks.append((entry.modified, entry.num_bytes, entry.path, entry.key))
+        elif entry.kind is FileKind.TEMPORARY and entry.owner != owner:
+            num_removed += remove(entry.path)
+    chunks.sort()
+    return chunks, num_removed
 
 
 def read_headers(paths: Sequence[str], num_bytes: int) -> Iterator[Header | OSError | None]:
@@ -160,6 +173,16 @@ def _list(folder: str) -> list[os.DirEntry[str]]:
             return list(entries)
     except FileNotFoundError:
         return []
+
+
+def _walk_space(top: os.DirEntry[str]) -> Iterator[Entry]:
+    for shard in _list(top.path):
+        if not _is_folder(shard, _SHARD_NAME):
+            yield from _foreign(shard)
+            continue
+        for file in _list(shard.path):
+            if (entry := _entry(file, top.name, shard.name)) is not None:
+                yield entry
 
 
 def _is_folder(entry: os.DirEntry[str], pattern: re.Pattern[str]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from qkvault.errors import Unavailable
-from qkvault.wire.messages import AnyReply, AnyRequest
+from qkvault.wire.messages import PROTOCOL_VERSION, AnyReply, AnyRequest, Hello, Welcome
 from qkvault.wire.transport import Handler, PoolView, Transport
 
 _LOOK_SECONDS: Final = 0.002  # at most, between two looks at a lease that has chunks pending
@@ -21,6 +21,8 @@ class InprocTransport(Transport):
         self._handler = handler
         self._wait = wait
         self._session_id: int | None = handler.open_session(client)
+        welcome = self.call(Hello(PROTOCOL_VERSION, client))
+        self.features = welcome.features if isinstance(welcome, Welcome) else ()
 
     def call(self, request: AnyRequest) -> AnyReply:  # contract inherited
         if self._session_id is None:

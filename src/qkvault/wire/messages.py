@@ -1,7 +1,8 @@
 """The messages: what a client may ask of a store, and what it answers. The same structs in process and on a socket.
 
-Every request gets exactly one reply: the one named in its docstring, or ``Failed``. What a field may hold at most is
-part of its type, and seen to where a message is read: one client's message must not keep the others waiting.
+Every request gets exactly one reply: the one named in its docstring, or ``Failed``. What a field of a request may hold
+at most is part of its type, and seen to where a message is read, before there is memory for it (of text, after): one
+client's message must not keep the others waiting.
 """
 
 from __future__ import annotations
@@ -11,16 +12,33 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from qkvault.types import KEY_BYTES, CacheKind, ChunkRefs, Medium, NewChunk, Outcome
+from qkvault.types import (
+    KEY_BYTES,
+    MAX_CHUNK_TOKENS,
+    SKETCH_BYTES,
+    SPACE_BYTES,
+    TOKEN_BYTES,
+    CacheKind,
+    ChunkRefs,
+    Medium,
+    NewChunk,
+    Outcome,
+)
 
 PROTOCOL_VERSION: Final = 1
-MAX_CHUNKS: Final = 1 << 14  # that one message may reserve, publish or fetch: 4 million tokens
+MAX_CHUNKS: Final = 1 << 14  # that one message may reserve, publish, forget or fetch: 4 million tokens
+MAX_ASKED: Final = 1 << 20  # that one message may look for
 
 Name = Annotated[str, Meta(max_length=1024)]
 Key = Annotated[bytes, Meta(max_length=KEY_BYTES)]
-Tokens = Annotated[bytes, Meta(max_length=1 << 20)]  # 4 bytes each
+Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
+AskedKeys = Annotated[bytes, Meta(max_length=MAX_ASKED * KEY_BYTES)]
+AskedChecks = Annotated[bytes, Meta(max_length=MAX_ASKED * SKETCH_BYTES)]
+Tokens = Annotated[bytes, Meta(max_length=MAX_CHUNK_TOKENS * TOKEN_BYTES)]
 Media = Annotated[tuple[Name, ...], Meta(max_length=64)]
+Space = Annotated[bytes, Meta(max_length=SPACE_BYTES)]
 Description = Annotated[bytes, Meta(max_length=1 << 12)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -29,9 +47,9 @@ class Instance(msgspec.Struct, frozen=True):
     instance_id: Name  # of the engine; its processes differ in role and worker_id
     role: Name  # "scheduler" or "worker"
     model_name: Name
-    worker_id: int = 0
-    world_size: int = 1
-    pid: int = 0
+    worker_id: Count = 0
+    world_size: Count = 1
+    pid: Count = 0
     host: Name = ""
     engine: Name = ""  # name and version
     spaces: Annotated[
@@ -74,8 +92,8 @@ class Lookup(Request, frozen=True):
     """
 
     root: Key
-    keys: bytes  # 48 bytes each
-    checks: bytes  # image.check_of the tokens of each chunk: 3 bytes each
+    keys: AskedKeys  # 48 bytes each
+    checks: AskedChecks  # image.check_of the tokens of each chunk: 3 bytes each
     tail: Tokens = b""  # that come after the last key, 4 bytes each, less than a chunk of them
     search_range: Media | None = None  # media that may be asked; None: all
 
@@ -96,11 +114,11 @@ class Inspect(Request, frozen=True):
     ``tail`` counts too: ``tail`` may be a whole chunk.
     """
 
-    root: bytes
-    keys: bytes
-    checks: bytes
-    tail: bytes = b""
-    search_range: tuple[str, ...] | None = None
+    root: Key
+    keys: AskedKeys
+    checks: AskedChecks
+    tail: Tokens = b""
+    search_range: Media | None = None
 
 
 class Poll(Request, frozen=True):
@@ -142,18 +160,18 @@ class Clear(Request, frozen=True):
     """Forget everything, or only what is in RAM, or in some spaces. Answer: ``Done``: how many chunks are to go."""
 
     lower_tiers: bool = True
-    spaces: Annotated[tuple[Key, ...], Meta(max_length=1024)] = ()  # 16 bytes each, as keys begin; none: all
+    spaces: Annotated[tuple[Space, ...], Meta(max_length=1024)] = ()  # 16 bytes each, as keys begin; none: all
 
 
 class Forget(Request, frozen=True):
     """Forget the chunks ``keys`` of one chain, of which the first hangs on ``parent``, and all that hangs on them.
 
     Also chunks behind the last of them that hold ``tail`` or begin it. Those before, and what holds more than ``tail``,
-    stay. Answer: ``Done`` with how many chunks are to go.
+    stay. Answer: ``Done`` with how many chunks are to go, without those that a scan of a tier has yet to find.
     """
 
     parent: Key
-    keys: Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]  # 48 bytes each
+    keys: Keys  # 48 bytes each
     tail: Tokens = b""  # that come after the last key, less than a chunk of them
 
 
@@ -170,7 +188,7 @@ class Download(Request, frozen=True):
     was sent or ``Failed`` if a slot had another owner meanwhile.
     """
 
-    keys: Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]  # 48 bytes each
+    keys: Keys  # 48 bytes each
 
 
 class Switch(Request, frozen=True):
@@ -289,7 +307,7 @@ class Status(Reply, frozen=True):
     is_scanning: bool  # tiers are still telling what they hold
     counters: dict[str, int]
     instances: tuple[InstanceStatus, ...] = ()
-    spaces: tuple[bytes, ...] = ()  # what instances have described so far, gone ones too; the latest last
+    spaces: tuple[bytes, ...] = ()  # what tiers held at the start, then what instances described; the latest last
 
 
 class Failed(Reply, frozen=True):

@@ -85,6 +85,9 @@ def _type(told: shape.Type) -> str:
         return f"array of {_type(told.item_type)}{_at_most(told.max_length, 'of them')}"
     if isinstance(told, shape.DictType):
         return f"map from {_type(told.key_type)} to {_type(told.value_type)}"
+    if isinstance(told, shape.IntType) and told.ge is not None:
+        most = told.le if told.le is not None else (told.lt or 0) - 1
+        return f"int (from {told.ge} to {most})"
     if isinstance(told, (shape.StructType, shape.EnumType)):
         return told.cls.__name__
     if isinstance(told, (shape.StrType, shape.BytesType)):

@@ -178,6 +178,7 @@ class SocketTransport(Transport):
             raise self._lost(error) from error
         try:
             self.welcome = self._say_hello(m.Hello(m.PROTOCOL_VERSION, client, token))
+            self.features = self.welcome.features
             self.pool: PoolView = self._open_pool(self.welcome)
         except BaseException:
             self._stream.close()

@@ -51,6 +51,7 @@ class Transport(ABC):
     """One session with a store. May be used by several threads; calls are answered one at a time."""
 
     pool: PoolView
+    features: tuple[str, ...] = ()  # what the store said that it can do besides
 
     @abstractmethod
     def call(self, request: AnyRequest) -> AnyReply:

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,6 +115,18 @@ def toy_engine(toy, tiny_model) -> Iterator[Callable[..., object]]:
         engine.close()
 
 
+@pytest.fixture(scope="session")
+def new_traffic(toy) -> Callable[..., object]:
+    """Makes random traffic for a toy engine: ``Traffic`` of the module of that name."""
+    return partial(_sibling("toy_traffic").Traffic, toy)
+
+
+@pytest.fixture(scope="session")
+def toy_queries() -> ModuleType:
+    """The module of the toy engine's attention layers, whose queries are known."""
+    return _sibling("toy_queries")
+
+
 @pytest.fixture(autouse=True)
 def _own_logs() -> Iterator[None]:
     """What a connector has done to our logger is undone: other tests listen at the root's."""
@@ -162,6 +175,12 @@ def log_lines(monkeypatch) -> Iterator[list[str]]:
 def real() -> ModuleType:
     """The module of stock vLLM's engines: ``RealEngine``, and the program it is in a process of its own."""
     return _sibling("real_engine")
+
+
+@pytest.fixture(scope="session")
+def server_process() -> type:
+    """``Server`` of the module ``real_server``: ``qkvault serve`` in a process of its own."""
+    return _sibling("real_server").Server
 
 
 def prompt_of(rng: random.Random, count: int) -> list[int]:

@@ -45,12 +45,12 @@ class RealEngine:
             "max_num_batched_tokens": 256,
             "max_num_seqs": 8,
             "num_gpu_blocks_override": 128,
+            "enforce_eager": True,
         }
         self.llm = LLM(
             model=model,
             skip_tokenizer_init=True,
             dtype="float32",
-            enforce_eager=True,
             block_size=32,
             disable_log_stats=False,
             **defaults | options,
@@ -70,8 +70,13 @@ class RealEngine:
         """What the model says after each prompt, all of them at once."""
         return [list(output.outputs[0].token_ids) for output in self.outputs(prompts, max_tokens)]
 
-    def outputs(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Any]:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+    def outputs(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, *, kv_transfer_params: Any = None
+    ) -> list[Any]:
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True,
+            extra_args={"kv_transfer_params": kv_transfer_params} if kv_transfer_params else None,
+        )  # fmt: skip
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(asked, params, use_tqdm=False)
 

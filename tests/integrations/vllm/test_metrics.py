@@ -94,6 +94,31 @@ def test_every_name_of_the_table_is_there(toy_engine, prompts, scrape):
         assert list(found[f"vllm:{metric.name}"]) == LABELS + list(metric.labels), metric.name
 
 
+@pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
+def test_the_numbers_of_queries_are_there_while_they_are_captured(toy_engine, toy_queries, prompts, scrape, is_on):
+    """B111, B360: what became of chunks, and how full the ring is; without capture not even the names are there."""
+    from prometheus_client import REGISTRY
+
+    from qkvault.metrics import QUERY_METRICS
+
+    engine = toy_engine(
+        settings={"qkvault.transfer_intermediate_tensors": is_on, "qkvault.q_ring_blocks": 7},
+        layers=toy_queries.Layers, max_num_batched_tokens=64,
+    )  # fmt: skip
+    scrape.follow(engine)
+    engine.ask(prompts(210), 1)
+    engine.ask(prompts(40), 2)
+    names = {sample.name for family in REGISTRY.collect() for sample in family.samples}
+    assert {f"vllm:{metric.name}" in names for metric in QUERY_METRICS} == {is_on}
+    if is_on:
+        counters = toy_queries.capture_of(engine).adapter.counters
+        assert scrape["query_chunks_total"] == {("captured",): 5, ("stored",): 5, ("present",): 0}
+        assert scrape["query_dropped_chunks_total"]["ring_full",] == counters.dropped["ring_full"] == 0
+        assert scrape["query_faults_total"] == 0
+        assert (scrape["query_ring_blocks"], scrape["query_ring_free_blocks"]) == (7, 7)
+        assert scrape["query_ring_bytes"] == (7 * 16 + 1) * 4 * 32 * 4
+
+
 def test_the_store_is_asked_once_a_second(toy_engine, prompts, scrape):
     """B280: what it holds and what left it is read between steps, not with each."""
     engine = toy_engine()

@@ -15,45 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from qkvault.config import Config
-from qkvault.connecting import open_client
-from qkvault.errors import Unavailable
-
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HITS_WITHIN_SECONDS = 2.0
-
-
-class Server:
-    """``qkvault serve`` in a process of its own."""
-
-    def __init__(self, address, disk):
-        self.config = Config(address=address)
-        command = [sys.executable, "-m", "qkvault", "serve", "--listen", address, "--ram", "64MiB", "--disk", str(disk)]
-        self.process = subprocess.Popen([*command, "--set", "chunk_size=64", "--set", "prefault=false"])
-        self.until_ready()
-
-    def until_ready(self):
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                return open_client(self.config, "test").close()
-            except Unavailable:
-                assert time.monotonic() < deadline
-                assert self.process.poll() is None
-                time.sleep(0.01)
-
-    def status(self):
-        client = open_client(self.config, "test")
-        try:
-            client.check()
-            return client.status()
-        finally:
-            client.close()
-
-    def end(self, number=signal.SIGTERM):
-        self.process.send_signal(number)
-        return self.process.wait(60)
 
 
 class Engine:
@@ -95,13 +59,13 @@ def address(tmp_path):
     return f"unix://{tmp_path}/s"
 
 
-def test_engines_share_a_server_and_outlive_it(stack, tiny_model, tmp_path, address):
+def test_engines_share_a_server_and_outlive_it(stack, server_process, tiny_model, tmp_path, address):
     """B97, B104: a prompt that one has computed the other hits, with the same text; the server is killed under load and
     both go on without an error; it is started again, and hits are back in two seconds, from disk for what was stored.
     """
     rng = random.Random(6)
     prompt, *others = ([rng.randrange(3, 500) for _ in range(300)] for _ in range(12))
-    server = Server(address, tmp_path / "disk")
+    server = server_process(address, tmp_path / "disk")
     settings = {"qkvault.address": address, "qkvault.ram_bytes": "5GiB", "qkvault.prefault": True}
     engines = [Engine(tiny_model, settings) for _ in range(2)]
     for engine in engines:
@@ -127,7 +91,7 @@ def test_engines_share_a_server_and_outlive_it(stack, tiny_model, tmp_path, addr
     assert [each["texts"] for each in told] == [each["texts"] for each in during[1:]]
     assert during[0]["texts"] == first["texts"]
 
-    server = Server(address, tmp_path / "disk")
+    server = server_process(address, tmp_path / "disk")
     stack.callback(lambda: server.process.poll() is None and server.end())
     started = time.monotonic()
     while (third := one.ask(prompt, forgets=True))["cached"] == [0]:

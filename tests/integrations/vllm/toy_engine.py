@@ -193,6 +193,8 @@ class ToyEngine:
         num_drafts: int = 0,
         kernel_ratio: int = 1,
         on_device: bool = False,
+        num_layers: int = 1,
+        layers: type | None = None,
         settings: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -207,7 +209,8 @@ class ToyEngine:
         self.is_late = is_late  # the worker begins a step when the next one is planned
         block_size = self.config.cache_config.block_size
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=HEAD, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["layer"], spec)]
+        names = ["layer", *(f"layer.{number}" for number in range(1, num_layers))]
+        groups = [KVCacheGroupSpec(names, spec)]
         self.kv_cache_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         self.pages = torch.zeros(num_blocks, 1, BLOCK, 2 * HEAD)
         self.flat = self.pages.view(num_blocks * BLOCK, 2 * HEAD).numpy()
@@ -224,7 +227,10 @@ class ToyEngine:
         self.scheduler.use_v2_model_runner = runner == 2
         self.connector = self.scheduler.connector
         self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_cache_config)
-        kv_caches = {"layer": self.pages.view(num_blocks * kernel_ratio, 1, BLOCK // kernel_ratio, 2 * HEAD)}
+        each = [self.pages, *(torch.zeros_like(self.pages) for _ in names[1:])]  # only the first one is looked at
+        shape = num_blocks * kernel_ratio, 1, BLOCK // kernel_ratio, 2 * HEAD
+        kv_caches = {name: pages.view(shape) for name, pages in zip(names, each, strict=True)}
+        self.layers = layers(self.config, names) if layers is not None else None
         with self._agent():
             if runner == 2:
                 self.active = ActiveKVConnector(self.config, kv_caches)
@@ -241,6 +247,7 @@ class ToyEngine:
         self.violations: list[tuple[str, int]] = []
         self.sent: list[str] = []
         self.plans: list[StepPlan] = []
+        self.identity = RequestIdentity()
         self._memory: dict[str, Memory] = {}
         self._running: deque[Step] = deque()
 
@@ -405,14 +412,28 @@ class ToyEngine:
         cached = output.scheduled_cached_reqs
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         names = list(output.num_scheduled_tokens)
-        sampled = []
+        sampled, rows = [], []
         for name in names:
             drafts = [token for token in output.scheduled_spec_decode_tokens.get(name, ()) if token >= 0]
             span = before[name], output.num_scheduled_tokens[name]
+            rows += self._rows(name, step.tables[name], span, drafts)
             sampled.append(self._compute(name, step.tables[name], span, drafts))
+        if self.layers is not None:
+            self.layers.run(self.worker, rows)
         if self.num_drafts:
             self._propose(names, sampled)
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
+
+    def _rows(self, name: str, table: list[int], span: tuple[int, int], drafts: list[int]) -> list[tuple[int, bytes]]:
+        """KV slot and digest of each token that a request computes."""
+        if self.layers is None:
+            return []
+        memory, (start, count) = self._memory[name], span
+        known = memory.kv + digests(drafts, memory.kv[-1])
+        return [
+            (table[at // BLOCK] * BLOCK + at % BLOCK, known[at] if at < len(known) else b"unknown")
+            for at in range(start, start + count)
+        ]
 
     def _compute(self, name: str, table: list[int], span: tuple[int, int], drafts: list[int]) -> list[int]:
         memory, (start, count) = self._memory[name], span

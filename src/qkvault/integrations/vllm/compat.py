@@ -21,6 +21,7 @@ _PARAMETERS: Final = {
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "register_kv_caches": ("kv_caches",),
     "request_finished": ("request", "block_ids"),
+    "requires_piecewise_for_cudagraph": ("extra_config",),
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "start_load_kv": ("forward_context", "kwargs"),
     "update_connector_output": ("connector_output",),

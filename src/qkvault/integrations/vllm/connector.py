@@ -21,7 +21,7 @@ from qkvault import config as configuration
 from qkvault.client import StoreClient
 from qkvault.connecting import open_client
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
-from qkvault.integrations.vllm import layouts
+from qkvault.integrations.vllm import layouts, queries
 from qkvault.integrations.vllm.compat import (
     SUPPORTED,
     CacheHitSource,
@@ -103,6 +103,8 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         self._spec = layouts.require_supported(vllm_config, kv_cache_config)
         self._layout = layouts.chunk_layout(vllm_config, kv_cache_config, self._spec, self._config)
         self._spaces = layouts.key_spaces(vllm_config, self._spec, self._layout, self._config)
+        self._queries: queries.WorkerQueries | None = None
+        self._query_geometry = queries.query_geometry(vllm_config, self._layout, self._config)
         self._rank = int(vllm_config.parallel_config.rank) if role is KVConnectorRole.WORKER else 0
         is_named = loaded.sources["instance_id"] != configuration.DEFAULT
         self._instance_id = self._config.instance_id if is_named else _instance_id(str(transfer_config.engine_id))
@@ -142,15 +144,20 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         link = self._link("scheduler")
         if self._reporter is not None and self._store is not None:  # a server exports its own numbers
             self._reporter.status = lambda: link.session().status()
-        self._scheduler = SchedulerSide(link, self._spaces, engine, self._config, self.stats, clock=time.monotonic)
+        geometry = self._query_geometry
+        self._scheduler = SchedulerSide(
+            link,
+            self._spaces,
+            engine,
+            self._config,
+            self.stats,
+            clock=time.monotonic,
+            query_spaces=[geometry.space(space) for space in self._spaces] if geometry is not None else (),
+        )
 
-    def _link(self, role: str) -> Link:
-        """Sessions with the server, or with the store in the scheduler's process."""
+    def _link(self, role: str, description: SpaceDescription | None = None) -> Link:
+        """Sessions with the server, or with the store in the scheduler's process, for KV or what is described."""
         config, name = self._config, f"vllm-{role}"
-        if config.address is None:
-            return Link(lambda: self._connect_embedded(name))
-        if config.autostart:
-            autostart.ensure_server(config)
         instance = Instance(
             instance_id=self._instance_id,
             role=role,
@@ -160,8 +167,12 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             pid=os.getpid(),
             host=socket.gethostname(),
             engine=f"vllm {SUPPORTED}",
-            spaces=(SpaceDescription(self._spaces[self._rank], self._layout).encode(),),
+            spaces=((description or SpaceDescription(self._spaces[self._rank], self._layout)).encode(),),
         )
+        if config.address is None:
+            return Link(lambda: self._connect_embedded(name), instance)
+        if config.autostart:
+            autostart.ensure_server(config)
         return Link(lambda: open_client(config, name), instance, ping_seconds=_PING_SECONDS)
 
     def _connect_embedded(self, name: str) -> StoreClient:
@@ -207,6 +218,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             labelnames,
             per_engine_labelvalues,
             with_store=loaded.config.address is None,
+            with_queries=loaded.config.transfer_intermediate_tensors,
         )
 
     # ---- the worker's side ----
@@ -214,14 +226,34 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learn where the pages are. Raises LayoutMismatch if they are not laid out as vLLM's configuration says."""
         paged = layouts.paged_connector(self._vllm_config, self._kv_cache_config, self._layout, kv_caches)
-        self._worker = WorkerSide(
-            paged,
-            self._spaces[self._rank],
-            self._link("worker"),
-            self.stats,
-            rank=self._rank,
-            can_save=self._rank == 0 or self._spaces[self._rank] != self._spaces[0],
-        )
+        link, space = self._link("worker"), self._spaces[self._rank]
+        can_save = self._rank == 0 or space != self._spaces[0]
+        self._worker = WorkerSide(paged, space, link, self.stats, rank=self._rank, can_save=can_save)
+        if self._query_geometry is not None and self._vllm_config.kv_transfer_config.is_kv_producer:
+            self._queries = queries.start(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._config,
+                self._query_geometry,
+                paged=paged,
+                kv_space=space,
+                kv_link=link,
+                connect=functools.partial(self._link, "queries"),
+                can_save=can_save,
+            )
+            if self._reporter is not None:
+                self._reporter.queries = self._queries.numbers
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
+        """Whether attention has to run in Python: while queries are captured."""
+        return configuration.load(vllm=extra_config).config.transfer_intermediate_tensors
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step is about to run: say what is to be captured of it."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._queries is not None and isinstance(connector_metadata, StepPlan):
+            self._queries.start_step(connector_metadata)
 
     @_guarded(_nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # seam: vLLM's signature
@@ -236,18 +268,25 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:  # seam: vLLM's signature
-        """Nothing: all layers are stored together after the forward."""
+        """Nothing of KV, whose layers are stored together after the forward; maybe the queries of the layer."""
+        del kv_layer
+        if self._queries is not None and kwargs:
+            self._queries.save_kv_layer(layer_name, attn_metadata, kwargs)
 
     @_guarded(_nothing)
     def wait_for_save(self) -> None:
         """Store what this step computed."""
         if self._worker is not None and isinstance(self._connector_metadata, StepPlan):
             self._worker.save(self._connector_metadata)
+        if self._queries is not None:
+            self._queries.wait_for_save()
 
     @_guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Finished requests whose blocks were kept, and are no longer; requests whose load is over."""
         del finished_req_ids
+        if self._queries is not None:
+            self._queries.reclaim()
         sent, received = self._worker.take_finished() if self._worker is not None else (set(), set())
         return sent or None, received or None
 
@@ -334,6 +373,8 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(_nothing)
     def shutdown(self) -> None:
         """End the session; the scheduler's side ends the store too."""
+        if self._queries is not None:
+            self._queries.close()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

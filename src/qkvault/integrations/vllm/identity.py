@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = "qkvault."
 _SKIP: Final = "qkvault.skip"
+QUERIES: Final = "qkvault.queries"  # whether its queries are captured
+_SWITCHES: Final = (_SKIP, QUERIES)
 _NOBODY: Final = RequestIdentity()
 
 
@@ -58,12 +60,14 @@ def _adapter_of(request: Request) -> str:
 
 
 def _refusal(params: Mapping[str, object]) -> str | None:
-    try:
-        if parse_bool(params.get(_SKIP, False)):
+    for name in _SWITCHES:
+        try:
+            is_on = parse_bool(params.get(name, False))
+        except ValueError as error:
+            return f"{name}: {error}"
+        if is_on and name == _SKIP:
             return "it asks not to be cached"
-    except ValueError as error:
-        return f"{_SKIP}: {error}"
     for name in params:
-        if name.startswith(_PREFIX) and name != _SKIP and not name.startswith(TAG_PREFIXES):
+        if name.startswith(_PREFIX) and name not in _SWITCHES and not name.startswith(TAG_PREFIXES):
             return f"unknown parameter {name!r}"
     return None

@@ -7,7 +7,7 @@ of numbers, so that nothing is lost or counted twice whatever is added up on the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,14 +16,14 @@ from prometheus_client import Counter, Gauge
 from qkvault.errors import Unavailable
 from qkvault.integrations.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 from qkvault.logs import RateLimited, get_logger
-from qkvault.metrics import ENGINE_METRICS, STORE_METRICS, Metric, Values, read_stats, read_status
+from qkvault.metrics import ENGINE_METRICS, QUERY_METRICS, STORE_METRICS, Metric, Values, read_stats, read_status
 from qkvault.stats import MEDIA, StatsMonitor
 from qkvault.wire.messages import Status
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_METRICS: Final = {metric.name: metric for metric in (*ENGINE_METRICS, *STORE_METRICS)}
+_METRICS: Final = {metric.name: metric for metric in (*ENGINE_METRICS, *STORE_METRICS, *QUERY_METRICS)}
 _STATUS_SECONDS: Final = 1.0
 _limited = RateLimited(get_logger("vllm.metrics"))
 
@@ -81,6 +81,7 @@ class Reporter:
     def __init__(self, stats: StatsMonitor, *, rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` gives seconds that only rise."""
         self.status: Callable[[], Status] | None = None  # asked once a second at most, by a call that reports
+        self.queries: Callable[[], Mapping[str, Values]] | None = None  # what is captured, by the metrics' sources
         self._stats = stats
         self._metrics = [metric for metric in ENGINE_METRICS if rank == 0 or _is_of_each_rank(metric)]
         self._clock = clock
@@ -100,6 +101,10 @@ class Reporter:
             else:
                 for metric in STORE_METRICS:
                     self._report(metric, read_status(metric, status), data)
+        if self.queries is not None:
+            numbers = self.queries()
+            for metric in QUERY_METRICS:
+                self._report(metric, numbers.get(metric.source, {}), data)
         if (num_updates := self._stats.num_updates) != self._num_updates:
             self._num_updates = num_updates
             stats = self._stats.snapshot()
@@ -130,12 +135,14 @@ class QKVaultPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
         *,
         with_store: bool = True,
+        with_queries: bool = False,
     ) -> None:
         """Make the names known. Counters are at zero; a gauge has no value before the store was asked."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._families: dict[str, Any] = {}  # what vLLM names as its classes: Prometheus' or Ray's
         self._samples: dict[tuple[int, str], Any] = {}  # by engine and key; of those classes
-        for metric in (*ENGINE_METRICS, *(STORE_METRICS if with_store else ())):
+        optional = (*(STORE_METRICS if with_store else ()), *(QUERY_METRICS if with_queries else ()))
+        for metric in (*ENGINE_METRICS, *optional):
             is_gauge = metric.kind == "gauge"
             options = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
             self._families[metric.name] = metric_types[Gauge if is_gauge else Counter](

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from qkvault.capture.plan import RequestStep
 from qkvault.integrations.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 from qkvault.transfer import LoadItem, SaveItem
 
@@ -48,6 +49,8 @@ class StepPlan(KVConnectorMetadata):
     saves: list[SaveOp] = field(default_factory=list)  # of what this step's forward computes
     finals: list[SaveOp] = field(default_factory=list)  # of finished requests, whose blocks are kept for it
     is_idle: bool = False  # the step has no forward
+    query_steps: list[RequestStep] = field(default_factory=list)  # of requests whose queries are captured
+    query_drops: list[str] = field(default_factory=list)  # of those: aborted or preempted before this step
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from qkvault.client import StoreClient
@@ -17,6 +16,8 @@ from qkvault.config import Config
 from qkvault.errors import ProtocolError, Unavailable
 from qkvault.integrations.vllm.identity import identity_of
 from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
+from qkvault.integrations.vllm.query_steps import QuerySteps
+from qkvault.integrations.vllm.tracked import Tracked, block_ids_of, computed_before, floor_to
 from qkvault.keys import KeySpace
 from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
@@ -42,27 +43,6 @@ class Engine(NamedTuple):
     shares_blocks: bool = True  # its own prefix cache is on: what one request has loaded, others have too
 
 
-@dataclass(slots=True)
-class _Tracked:
-    """What we know of one request. All positions are tokens from the start of the request."""
-
-    request: Request
-    prefix: Prefix
-    lease_ids: tuple[int, ...] = ()  # by rank
-    first_chunk: int = 0  # number of the first chunk in ready; vLLM has what is before it
-    ready: tuple[ChunkRefs, ...] = ()  # by rank
-    num_local: int = 0  # what vLLM has itself, as of the last query
-    num_found: int = 0  # what the store has from the first token on, as of the last query
-    is_asking: bool = False  # queried since vLLM gave it blocks
-    deadline: float | None = None  # when we stop waiting for chunks on their way
-    stored_tokens: int = 0  # [0, stored) is in the store as whole chunks, or was tried
-    saved_end: int = 0  # the same with the tail
-    rests_until: int = 0  # the last store had no success: none is tried before this token is computed
-    can_load: bool = True  # False: a load has failed, so nothing is promised again
-    can_save: bool = True  # False: its blocks may be older than a reset
-    loaded_from: Counter[Medium] = field(default_factory=Counter)
-
-
 class SchedulerSide:
     """State of all requests of one engine."""
 
@@ -75,8 +55,12 @@ class SchedulerSide:
         stats: StatsMonitor,
         *,
         clock: Callable[[], float],
+        query_spaces: Sequence[KeySpace] = (),
     ) -> None:
-        """``spaces`` are those of the ranks' keys. ``clock`` gives seconds that only rise."""
+        """``spaces`` are those of the ranks' keys. ``clock`` gives seconds that only rise.
+
+        ``query_spaces`` are those of the ranks' queries, if they are captured.
+        """
         self._link = link
         self._spaces = spaces
         self._space = spaces[0]
@@ -84,7 +68,7 @@ class SchedulerSide:
         self._config = config
         self._stats = stats
         self._clock = clock
-        self._tracked: dict[str, _Tracked | None] = {}  # None: not to be cached
+        self._tracked: dict[str, Tracked | None] = {}  # None: not to be cached
         self._loads: list[LoadOp] = []
         self._finals: list[SaveOp] = []
         self._arriving: dict[bytes, str] = {}  # chunks that are being loaded -> the request they are loaded for
@@ -92,6 +76,8 @@ class SchedulerSide:
         self._num_steps = self._step_saved = self._step_heard = 0  # the last one; that saves; whose saves are done
         self._clear_after = 0  # what was stored up to that step is to go: a reset came while it was under way
         self._may_nap = False  # the last step ran no token
+        self._space_ids = [space.space_id for space in (*spaces, *query_spaces)]
+        self._queries = QuerySteps(config, block_size=engine.block_size) if query_spaces and engine.can_save else None
 
     @property
     def _client(self) -> StoreClient:
@@ -119,7 +105,7 @@ class SchedulerSide:
         found = tracked.first_chunk * self._space.chunk_size + _num_everywhere(tracked.ready)
         tracked.num_found = found
         limit = request.num_tokens - 1  # one token must be left to compute
-        num_external = _floor(self._engine.block_size, min(found, limit)) - num_local
+        num_external = floor_to(self._engine.block_size, min(found, limit)) - num_local
         if num_external < max(1, self._config.min_hit_tokens):
             self._release(tracked)
             return 0
@@ -150,8 +136,8 @@ class SchedulerSide:
             self._stats.on_lookup_finished(lookup, {medium.value: n for medium, n in found.items()})
             if tracked.first_chunk:
                 tracked.num_found = self._touch(tracked)
-        tracked.stored_tokens = _floor(self._space.chunk_size, tracked.num_found)
-        tracked.saved_end = _floor(self._engine.block_size, tracked.num_found)
+        tracked.stored_tokens = floor_to(self._space.chunk_size, tracked.num_found)
+        tracked.saved_end = floor_to(self._engine.block_size, tracked.num_found)
 
     def loaded_from(self, request_id: str) -> Counter[Medium]:
         """Where the tokens of the request's last load came from."""
@@ -165,6 +151,8 @@ class SchedulerSide:
         plan = StepPlan(self._num_steps, self._loads, [], self._finals, is_idle=self._may_nap)
         self._loads, self._finals = [], []
         try:
+            if self._queries is not None:
+                plan.query_steps, plan.query_drops = self._queries.plan(output, self._tracked)
             plan.saves.extend(self._saves_of(output))
         except Exception as error:  # thread top: vLLM waits for the plan's loads and finals
             _log.warning("saves_not_planned", error=f"{type(error).__name__}: {error}")
@@ -179,13 +167,14 @@ class SchedulerSide:
             return False
         self._forget_arrivals({request.request_id})
         self._release(tracked)
+        end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last sampled token has no KV
+        has_queries = self._queries is not None and self._queries.finished(tracked, end, is_complete=is_complete)
         if not is_complete:
             return False
-        end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last sampled token has no KV
         final = self._save(tracked, end, block_ids, with_tail=self._config.save_partial_chunks)
-        if final is None:
+        if final is None and not has_queries:
             return False
-        self._finals.append(final)
+        self._finals.append(final or SaveOp(request.request_id, end, ()))
         self._sending.add(request.request_id)
         return True
 
@@ -203,15 +192,15 @@ class SchedulerSide:
         for request_id, token in report.failed_loads.items():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.can_load = False
-                self._rewind(tracked, token)
+                tracked.rewind(floor_to(self._space.chunk_size, token))
         for request_id, token in report.unsaved.items():
             if (tracked := self._tracked.get(request_id)) is not None:
-                self._rewind(tracked, token)
+                tracked.rewind(floor_to(self._space.chunk_size, token))
                 tracked.rests_until = tracked.request.num_tokens + self._space.chunk_size
         self._end_leases(report.ended_leases)
         self._step_heard = max(self._step_heard, report.saved_step)
         if 0 < self._clear_after <= self._step_heard:
-            self._client.clear(spaces=[space.space_id for space in self._spaces])
+            self._client.clear(spaces=self._space_ids)
             self._clear_after = 0
 
     def reset(self) -> None:
@@ -220,25 +209,27 @@ class SchedulerSide:
             if tracked is not None:
                 self._release(tracked)
                 tracked.can_save = False
+        if self._queries is not None:
+            self._queries.reset()
         self._finals = [op._replace(items=()) for op in self._finals]
         self._clear_after = self._step_saved if self._step_saved > self._step_heard else 0
-        self._client.clear(spaces=[space.space_id for space in self._spaces])
+        self._client.clear(spaces=self._space_ids)
 
-    def _track(self, request: Request) -> _Tracked | None:
+    def _track(self, request: Request) -> Tracked | None:
         if request.request_id not in self._tracked:
             identity, reason = identity_of(request)
             if reason is not None:
                 _log.warning("request_not_cached", request=request.request_id, reason=reason)
             is_shared = self._config.is_shared
             self._tracked[request.request_id] = (
-                None if reason else _Tracked(request, Prefix(self._space, identity, shared=is_shared))
+                None if reason else Tracked(request, Prefix(self._space, identity, shared=is_shared))
             )
         tracked = self._tracked[request.request_id]
         if tracked is not None:
             tracked.prefix.update_to(request.all_token_ids)
         return tracked if self._engine.can_load else None
 
-    def _locate(self, tracked: _Tracked) -> int:
+    def _locate(self, tracked: Tracked) -> int:
         # Fills tracked.ready; returns how many more chunks are on their way, on the rank that waits for most.
         located: Sequence[Located] = ()
         first_chunk = tracked.num_local // self._space.chunk_size
@@ -253,7 +244,7 @@ class SchedulerSide:
         tracked.ready = tuple(each.ready for each in located)
         return max(each.num_pending for each in located)
 
-    def _touch(self, tracked: _Tracked) -> int:
+    def _touch(self, tracked: Tracked) -> int:
         # What vLLM has itself was not looked up: it counts as used nevertheless, and need not be stored again.
         try:
             found = tracked.prefix.find_each(self._client, self._spaces, search_range=(Medium.RAM.value,))
@@ -263,7 +254,7 @@ class SchedulerSide:
         self._end_leases({each.lease_id for each in found})
         return _num_everywhere([each.ready for each in found])
 
-    def _may_wait(self, tracked: _Tracked, *, naps: bool) -> bool:
+    def _may_wait(self, tracked: Tracked, *, naps: bool) -> bool:
         now = self._clock()
         tracked.deadline = tracked.deadline or now + self._config.load_deadline_seconds
         if now >= tracked.deadline:
@@ -273,9 +264,7 @@ class SchedulerSide:
             self._client.wait_change(_IDLE_NAP_SECONDS)
         return True
 
-    def _load_of(
-        self, tracked: _Tracked | None, request_id: str, block_ids: Sequence[int], num_external: int
-    ) -> LoadOp:
+    def _load_of(self, tracked: Tracked | None, request_id: str, block_ids: Sequence[int], num_external: int) -> LoadOp:
         block_size = self._engine.block_size
         num_before = len(block_ids) - num_external // block_size
         op = LoadOp(request_id, num_before * block_size, tuple(block_ids[num_before:]))
@@ -285,11 +274,8 @@ class SchedulerSide:
             return op
         skipped = tracked.first_chunk * self._space.chunk_size
         start, of_ready = op.start_token - skipped, block_ids[skipped // block_size :]
-        items = tuple(
-            tuple(load_items(refs, start, start + num_external, of_ready,
-                             chunk_size=self._space.chunk_size, block_size=block_size))
-            for refs in tracked.ready
-        )  # fmt: skip
+        sizes = {"chunk_size": self._space.chunk_size, "block_size": block_size}
+        items = tuple(tuple(load_items(refs, start, start + num_external, of_ready, **sizes)) for refs in tracked.ready)
         for item in items[0]:
             tracked.loaded_from[item.ref.medium] += len(item.block_ids) * block_size
             if self._engine.shares_blocks:
@@ -298,7 +284,7 @@ class SchedulerSide:
         return op._replace(lease_ids=lease_ids, items_by_rank=items)
 
     def _saves_of(self, output: SchedulerOutput) -> Iterator[SaveOp]:
-        for request_id, num_before in _computed_before(output):
+        for request_id, num_before in computed_before(output):
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 num_after = num_before + output.num_scheduled_tokens.get(request_id, 0)
@@ -307,7 +293,7 @@ class SchedulerSide:
                     yield save
 
     def _save_of_step(
-        self, tracked: _Tracked, request_id: str, num_after: int, output: SchedulerOutput
+        self, tracked: Tracked, request_id: str, num_after: int, output: SchedulerOutput
     ) -> SaveOp | None:
         request = tracked.request
         if num_after < tracked.rests_until:
@@ -316,15 +302,14 @@ class SchedulerSide:
         # rejected and tokens that are still to be sampled are not among request.num_tokens.
         end = min(num_after, request.num_tokens)
         num_prompt = request.num_prompt_tokens
-        is_prompt_due = num_after >= num_prompt and tracked.saved_end < _floor(self._engine.block_size, num_prompt)
-        is_last_step = request.num_output_tokens + 1 >= request.max_tokens and num_after >= request.num_tokens
-        with_tail = self._config.save_partial_chunks and (is_prompt_due or is_last_step)
+        is_prompt_due = num_after >= num_prompt and tracked.saved_end < floor_to(self._engine.block_size, num_prompt)
+        with_tail = self._config.save_partial_chunks and (is_prompt_due or tracked.is_last_step(num_after))
         if end < tracked.stored_tokens + self._space.chunk_size and not with_tail:
             return None
-        block_ids = _block_ids(output, request_id)
+        block_ids = block_ids_of(output, request_id)
         return self._save(tracked, end, block_ids, with_tail=with_tail) if block_ids is not None else None
 
-    def _save(self, tracked: _Tracked, end: int, block_ids: Sequence[int], *, with_tail: bool) -> SaveOp | None:
+    def _save(self, tracked: Tracked, end: int, block_ids: Sequence[int], *, with_tail: bool) -> SaveOp | None:
         # The chunks of [stored, end) that are whole, then the tail in whole blocks, unless it is stored already.
         if not (tracked.can_save and self._engine.can_save):
             return None
@@ -333,21 +318,15 @@ class SchedulerSide:
         end = min(end, len(block_ids) * self._engine.block_size)
         tracked.prefix.update_to(tracked.request.all_token_ids)
         start = tracked.stored_tokens
-        tracked.stored_tokens = max(start, _floor(self._space.chunk_size, end))
-        stop = _floor(self._engine.block_size, end) if with_tail else tracked.stored_tokens
+        tracked.stored_tokens = max(start, floor_to(self._space.chunk_size, end))
+        stop = floor_to(self._engine.block_size, end) if with_tail else tracked.stored_tokens
         if stop <= tracked.saved_end:
             return None
         tracked.saved_end = stop
         items = tracked.prefix.save_items(start, stop, block_ids, self._engine.block_size)
         return SaveOp(tracked.request.request_id, start, tuple(items))
 
-    def _rewind(self, tracked: _Tracked, token: int) -> None:
-        start = _floor(self._space.chunk_size, token)
-        tracked.num_found = min(tracked.num_found, start)
-        tracked.stored_tokens = min(tracked.stored_tokens, start)
-        tracked.saved_end = min(tracked.saved_end, start)
-
-    def _release(self, tracked: _Tracked) -> None:
+    def _release(self, tracked: Tracked) -> None:
         self._end_leases(set(tracked.lease_ids))
         tracked.lease_ids, tracked.ready = (), ()
 
@@ -365,26 +344,6 @@ class SchedulerSide:
             self._arriving = {key: owner for key, owner in self._arriving.items() if owner not in request_ids}
 
 
-def _floor(size: int, num_tokens: int) -> int:
-    """The tokens in whole pieces of ``size``."""
-    return num_tokens // size * size
-
-
 def _num_everywhere(ready: Sequence[ChunkRefs]) -> int:
     """How many leading tokens every rank has."""
     return min((refs.num_tokens for refs in ready), default=0)
-
-
-def _computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    # (request id, tokens computed before this step) of every request that runs in it.
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens
-    cached = output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-
-
-def _block_ids(output: SchedulerOutput, request_id: str) -> Sequence[int] | None:
-    # The request's whole block table: one list, since there is one group.
-    state = output.kv_connector_block_state
-    tables = state.get_block_ids(request_id) if state is not None else None
-    return tables[0] if tables else None

@@ -1,0 +1,67 @@
+"""What the scheduler's half knows of one request, and how it reads vLLM's description of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from qkvault.prefix import Prefix
+from qkvault.types import ChunkRefs, Medium
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What we know of one request. All positions are tokens from the start of the request."""
+
+    request: Request
+    prefix: Prefix
+    lease_ids: tuple[int, ...] = ()  # by rank
+    first_chunk: int = 0  # number of the first chunk in ready; vLLM has what is before it
+    ready: tuple[ChunkRefs, ...] = ()  # by rank
+    num_local: int = 0  # what vLLM has itself, as of the last query
+    num_found: int = 0  # what the store has from the first token on, as of the last query
+    is_asking: bool = False  # queried since vLLM gave it blocks
+    deadline: float | None = None  # when we stop waiting for chunks on their way
+    stored_tokens: int = 0  # [0, stored) is in the store as whole chunks, or was tried
+    saved_end: int = 0  # the same with the tail
+    rests_until: int = 0  # the last store had no success: none is tried before this token is computed
+    can_load: bool = True  # False: a load has failed, so nothing is promised again
+    can_save: bool = True  # False: its blocks may be older than a reset
+    loaded_from: Counter[Medium] = field(default_factory=Counter)
+
+    def is_last_step(self, num_after: int) -> bool:
+        """Whether the request ends with a step that computes its tokens up to ``num_after``, as far as is known."""
+        request = self.request
+        return bool(request.num_output_tokens + 1 >= request.max_tokens and num_after >= request.num_tokens)
+
+    def rewind(self, start: int) -> None:
+        """What begins at ``start``, a chunk's first token, is not stored."""
+        self.num_found = min(self.num_found, start)
+        self.stored_tokens = min(self.stored_tokens, start)
+        self.saved_end = min(self.saved_end, start)
+
+
+def floor_to(size: int, num_tokens: int) -> int:
+    """The tokens in whole pieces of ``size``."""
+    return num_tokens // size * size
+
+
+def computed_before(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Request id and tokens computed before this step, of every request that runs in it."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+
+
+def block_ids_of(output: SchedulerOutput, request_id: str) -> Sequence[int] | None:
+    """The request's whole block table: one list, since there is one group."""
+    state = output.kv_connector_block_state
+    tables = state.get_block_ids(request_id) if state is not None else None
+    return tables[0] if tables else None

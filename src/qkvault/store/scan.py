@@ -1,0 +1,98 @@
+"""What tiers held before the store began: read by a thread of its own, and by key where that has not come to yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Final
+
+from qkvault.logs import get_logger
+from qkvault.spaces import space_id_of
+from qkvault.store.manager import StorageManager
+from qkvault.store.tiering import TierBook
+from qkvault.tiers.base import Tier
+from qkvault.types import KEY_BYTES, SPACE_BYTES
+
+_MAX_EARLY: Final = 256  # keys that one request asks tiers for while they are scanned: some 20 ms of small reads
+_log = get_logger("store")
+
+
+class Scan:
+    """The scan of all tiers of one store, once."""
+
+    def __init__(
+        self,
+        manager: StorageManager,
+        tiers: Sequence[Tier],
+        changed: threading.Condition,
+        after_change: Callable[[], None],
+    ) -> None:
+        """``changed`` is the condition over the lock of ``manager``; ``after_change()`` is called under it."""
+        self._manager = manager
+        self._each = list(zip(manager.tiering.books, tiers, strict=False))
+        self._changed = changed
+        self._after_change = after_change
+        self._num_left = len(self._each)  # tiers that are not scanned to the end
+        self._is_sampled = threading.Event()
+        self.is_given_up = False
+        if not self._each:
+            manager.forgotten.end()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is known."""
+        return self._num_left == 0
+
+    def run(self, on_spaces: Callable[[list[bytes]], None]) -> None:
+        """Read all; first of all, for ``on_spaces``, descriptions of the spaces that there are. For its own thread."""
+        for _, tier in self._each:
+            try:
+                sample = tier.sample()
+            except Exception:  # thread top: engines will describe their spaces themselves
+                _log.exception("sample_failed", tier=tier.name)
+                continue
+            with self._changed:
+                on_spaces([found.space for found in sample if space_id_of(found.space) == found.key[:SPACE_BYTES]])
+        self._is_sampled.set()
+        for book, tier in self._each:
+            try:
+                self._read(book, tier)
+            except Exception:  # thread top: a tier that cannot be scanned starts empty
+                _log.exception("scan_failed", tier=tier.name)
+            with self._changed:
+                self._num_left -= 1
+                if self.is_over:
+                    self._manager.forgotten.end()
+                self._changed.notify_all()
+
+    def wait_sampled(self, timeout_seconds: float) -> None:
+        """Block until ``on_spaces`` has been told all, if there is anything to tell, or the time is up."""
+        if self._each:
+            self._is_sampled.wait(timeout_seconds)
+
+    def find_early(self, keys: bytes) -> None:
+        """Ask the tiers for the first of ``keys`` that are not known. Blocks for a small read each."""
+        each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        index = self._manager.index
+        with self._changed:
+            unknown = (key for key in each if (entry := index.get(key)) is None or not entry.is_somewhere)
+            wanted = list(islice(unknown, _MAX_EARLY))
+        for book, tier in self._each:
+            try:
+                found = tier.find(wanted) if wanted else []
+            except Exception:  # thread top: a hint is not worth the request
+                _log.exception("find_failed", tier=tier.name)
+                continue
+            with self._changed:
+                if not self.is_over:  # else all was adopted that is still there
+                    self._manager.adopt(book, found)
+                    self._after_change()
+
+    def _read(self, book: TierBook, tier: Tier) -> None:
+        for batch in tier.scan():
+            with self._changed:
+                if self.is_given_up:
+                    return
+                self._manager.adopt(book, batch)
+                self._after_change()
