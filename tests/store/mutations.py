@@ -54,6 +54,7 @@ MUTATIONS = {
         "next((c for c in children if is_here(c) and c.key not in chosen), None)",
         "None",
     ),
+    "a lease counts as ready while its chunks are loaded": (CORE, "        lease.is_ready &= not absent\n", ""),
     "a failed load is not voided": (
         CORE,
         "            self._cut(lease, at)  # its load failed: nothing after it can be used\n",

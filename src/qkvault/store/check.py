@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from qkvault.errors import InvariantError
-from qkvault.store.core import Core
+from qkvault.store.core import Core, not_ready
 from qkvault.store.index import NOWHERE, Entry
 from qkvault.types import CacheKind, ChunkState
 
@@ -20,6 +20,9 @@ def check_store(store: Core) -> None:
     held.update(store.tiering.pins())
     for entry in store.index:
         _check_entry(entry, held[entry.key])
+    if any(not_ready(lease.entries) for lease in store.leases.all() if lease.is_ready and not lease.is_write):
+        msg = "a lease counts as READY, and not all of its chunks are"
+        raise InvariantError(msg)
     if store.num_doomed != sum(bool(entry.doom) for entry in store.index):
         msg = f"{store.num_doomed} entries are said to be doomed"
         raise InvariantError(msg)

@@ -7,14 +7,11 @@ from collections.abc import Container, Sequence
 from itertools import groupby
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from qkvault.image import sketch_of, tokens_in
 from qkvault.pool import Pool
 from qkvault.store.feed import Feed
 from qkvault.store.forgotten import Forgotten
-from qkvault.store.index import Entry, Index, Shape
+from qkvault.store.index import Entry, Index, Packed, Shape
 from qkvault.store.leases import Lease, LeaseTable, Partial
 from qkvault.store.ledger import Ledger
 from qkvault.store.residents import Residents
@@ -23,7 +20,6 @@ from qkvault.store.tiering import TierBook, Tiering
 from qkvault.types import (
     GRAIN_TOKENS,
     KEY_BYTES,
-    OFFSET_BYTES,
     SKETCH_BYTES,
     TOKEN_BYTES,
     CacheKind,
@@ -31,13 +27,13 @@ from qkvault.types import (
     ChunkState,
     Medium,
     RefRun,
+    pack_offsets,
 )
 from qkvault.wire.messages import Inspected, Located
 
 RAM: Final = Medium.RAM.value  # what RAM is called where tiers are called by name
 _READY: Final = ChunkState.READY  # a member of an enumeration takes ten times as long to look up
 _GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
-_CHECK: Final = slice(-OFFSET_BYTES - SKETCH_BYTES, -OFFSET_BYTES)  # of what an entry packs: of all its tokens
 
 
 class Core:
@@ -78,11 +74,11 @@ class Core:
             doubtful = list(range(len(run)))
         return run[: next((at for at in doubtful if not self._is_reachable(run[at], search_range)), len(run))]
 
-    def _num_alike(self, packed: list[bytes], checks: bytes) -> int:
+    def _num_alike(self, packed: Packed, checks: bytes) -> int:
         # How many of the leading entries that pack this have tokens with these check sums.
-        if _columns(packed, OFFSET_BYTES, SKETCH_BYTES) == checks[: len(packed) * SKETCH_BYTES]:
+        if packed.checks() == checks[: len(packed) * SKETCH_BYTES]:
             return len(packed)  # all at once: faster than one by one, and they are nearly always alike
-        here = b"".join([each[_CHECK] for each in packed])
+        here = packed.checks_one_by_one()
         if checks.startswith(here):
             return len(packed)
         starts = range(0, len(here), SKETCH_BYTES)
@@ -99,7 +95,7 @@ class Core:
         """What ``lookup`` would find, by medium; nothing is leased, promoted, touched or counted."""
         num_asked = min(len(keys) // KEY_BYTES, len(checks) // SKETCH_BYTES)
         run = self.index.run(root, keys[: num_asked * KEY_BYTES])
-        num_alike = self._num_alike([entry.packed for entry in run], checks)
+        num_alike = self._num_alike(Packed(run), checks)
         found = self._reachable(run[:num_alike], search_range)
         tokens, chunks = Counter[Medium](), Counter[Medium]()
         for entry in found:
@@ -152,6 +148,7 @@ class Core:
         for entry in entries:
             entry.pins += 1
         absent = [] if is_ready else [start + at for at in not_ready(entries)]
+        lease.is_ready &= not absent
         lease.entries += entries
         lease.media += [Medium.RAM] * len(entries)
         for at in absent:
@@ -228,11 +225,11 @@ class Core:
         return book.medium if book is not None else Medium.RAM
 
     def _located(
-        self, lease: Lease, *, can_fork: bool = False, num_asked: int = 0, packed: list[bytes] | None = None
+        self, lease: Lease, *, can_fork: bool = False, num_asked: int = 0, packed: Packed | None = None
     ) -> Located:
-        # Without the keys of the first num_asked chunks, which the client has. ``packed`` by all, if all are READY, as
-        # was just seen.
-        pending = [] if packed is not None else not_ready(lease.entries)
+        # Without the keys of the first num_asked chunks, which the client has. ``packed``: by its entries, if known.
+        pending = [] if lease.is_ready else not_ready(lease.entries)
+        lease.is_ready = not pending
         for at in [at for at in pending if lease.entries[at].state is ChunkState.ABSENT][:1]:
             self._cut(lease, at)  # its load failed: nothing after it can be used
         if lease.partial is not None and not self._is_what_was_wanted(lease.entries[-1], lease.partial):
@@ -268,7 +265,7 @@ class Core:
         self.room.residents.policies[kind].touch_all(keys)
         for book in self.tiering.books:
             book.residents.policies[kind].touch_all(keys)
-        if self.hot_cache and not self.num_doomed and not not_ready(dropped):  # nearly always
+        if self.hot_cache and not self.num_doomed and lease.is_ready:  # nearly always
             for entry in dropped:
                 entry.pins -= 1
             return
@@ -359,8 +356,8 @@ def _same_grains(held: memoryview, wanted: bytes) -> int:
     return num_grains
 
 
-def _refs_of(lease: Lease, count: int, num_asked: int, packed: list[bytes] | None) -> ChunkRefs:
-    # The first count chunks of a lease, which are READY, and pack this if it is known.
+def _refs_of(lease: Lease, count: int, num_asked: int, packed: Packed | None) -> ChunkRefs:
+    # The first count chunks of a lease, which are READY.
     entries, partial = lease.entries[:count], lease.partial
     num_whole = count - 1 if partial is not None and count == len(lease.entries) else count
     shapes, media = [entry.shape for entry in entries[:num_whole]], lease.media
@@ -372,18 +369,9 @@ def _refs_of(lease: Lease, count: int, num_asked: int, packed: list[bytes] | Non
         runs = [RefRun(sum(1 for _ in group), *shape[:2], medium) for (shape, medium), group in grouped]
     if num_whole < count and partial is not None:
         runs.append(RefRun(1, partial.num_tokens, entries[-1].image_bytes, media[num_whole]))
-    packed = [entry.packed for entry in entries] if packed is None else packed
     num_even = num_whole if is_even else 0
-    offsets = _columns(packed[:num_even], 0, OFFSET_BYTES)
-    offsets += b"".join([each[-OFFSET_BYTES:] for each in packed[num_even:count]])
+    if packed is None or len(packed) != num_even:
+        packed = Packed(entries[:num_even])
+    offsets = packed.offsets() + pack_offsets([entry.offset for entry in entries[num_even:]])
     keys = b"".join([entry.key for entry in entries[num_asked:]])
     return ChunkRefs(keys, offsets, tuple(runs))
-
-
-def _columns(packed: Sequence[bytes], end: int, num_bytes: int) -> bytes:
-    # Of each the num_bytes before the last ``end``, one after the other. Nothing if they are not as long as each other.
-    rows, width = b"".join(packed), len(packed[0]) if packed else 0
-    if not packed or len(rows) != width * len(packed):
-        return b""
-    column: NDArray[np.void] = np.ndarray((len(packed),), f"V{num_bytes}", rows, width - end - num_bytes, (width,))
-    return column.tobytes()

@@ -12,6 +12,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qkvault.errors import InvariantError
 from qkvault.types import KEY_BYTES, OFFSET_BYTES, SKETCH_BYTES, CacheKind, ChunkState
 
@@ -124,6 +127,40 @@ class Entry:
         if self.doom or self.state is ChunkState.WRITING:
             return False
         return self.state is not ChunkState.ABSENT or self.tiers != 0
+
+
+class Packed:
+    """What entries pack, of all of them at once: as it is now, and not when it changes."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        """Look at each of them, once."""
+        self.each = [entry.packed for entry in entries]
+        self._rows = b"".join(self.each)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.each)
+
+    def checks(self) -> bytes:
+        """The check of all tokens of each, as a lookup sends it; anything unless their sketches are of one length."""
+        return self._column(OFFSET_BYTES, SKETCH_BYTES)
+
+    def checks_one_by_one(self) -> bytes:
+        """The same, whatever their lengths."""
+        return b"".join([each[-OFFSET_BYTES - SKETCH_BYTES : -OFFSET_BYTES] for each in self.each])
+
+    def offsets(self) -> bytes:
+        """The offset of each, as ``pack_offsets`` packs it; anything unless their sketches are of one length."""
+        return self._column(0, OFFSET_BYTES)
+
+    def _column(self, end: int, num_bytes: int) -> bytes:
+        # Of each the num_bytes before the last ``end``.
+        width = len(self.each[0]) if self.each else 0
+        if not width or len(self._rows) != width * len(self.each):
+            return b""
+        first = width - end - num_bytes
+        column: NDArray[np.void] = np.ndarray((len(self.each),), f"V{num_bytes}", self._rows, first, (width,))
+        return column.tobytes()
 
 
 def common_grains(one: bytes, other: bytes) -> int:

@@ -27,6 +27,7 @@ class Lease:
     entries: list[Entry] = field(default_factory=list)
     media: list[Medium] = field(default_factory=list)  # of a read lease: where each was when it was looked up
     partial: Partial | None = None  # None: the last chunk is held whole
+    is_ready: bool = True  # of a read lease: all were seen to be READY, and stay so as long as they are held
 
     def num_tokens_of(self, at: int) -> int:
         """How many of the leading tokens of chunk ``at`` the holder may use."""

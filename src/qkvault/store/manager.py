@@ -21,7 +21,7 @@ from qkvault.pool import Pool
 from qkvault.store.check import check_store
 from qkvault.store.core import Core, not_ready
 from qkvault.store.feed import PAGE
-from qkvault.store.index import NOWHERE
+from qkvault.store.index import NOWHERE, Packed
 from qkvault.store.leases import Lease
 from qkvault.store.residents import Residents
 from qkvault.store.tiering import CORRUPT, TierBook
@@ -78,7 +78,7 @@ class StorageManager(Core):
         num_asked = min(len(keys) // KEY_BYTES, len(checks) // SKETCH_BYTES)
         counters.chunks_asked += num_asked
         run = self.index.run(root, keys[: num_asked * KEY_BYTES])
-        packed = [entry.packed for entry in run]
+        packed = Packed(run)
         alike = run[: self._num_alike(packed, checks)]
         is_ready = search_range is None and self.num_doomed == 0 and not not_ready(alike)  # nearly always
         found = alike if is_ready else self._reachable(alike, search_range)
