@@ -253,21 +253,9 @@ class TestRefused:
             worker.register_kv_caches(pages_of(engine))
         assert forwards_of(engine) == [False, False]
 
-<<<<<<< HEAD
     def test_a_store_that_takes_none(self, new_worker):
-        """B94, B113: an error at start, in the words that users know."""
-        engine, worker = new_worker(ON, {"qkvault.query_bytes": 0})
-=======
-    def test_a_store_that_takes_none(self, new_worker, monkeypatch):
         """B113: an error at start, in the words that users know."""
-        from qkvault.store.driver import Traits
-
-        plain = embedded.open_driver
-        monkeypatch.setattr(
-            embedded, "open_driver", lambda config, shared: plain(config, shared=shared, traits=Traits())
-        )
-        engine, worker = new_worker(ON)
->>>>>>> qtests
+        engine, worker = new_worker(ON, {"qkvault.query_bytes": 0})
         with pytest.raises(ValueError, match="Connector enables transfer_query but server does not"):
             worker.register_kv_caches(pages_of(engine))
 
