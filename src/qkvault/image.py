@@ -77,6 +77,11 @@ def sketch_of(tokens: bytes | memoryview) -> bytes:
     return bytes(out)
 
 
+def sketch_bytes_for(num_tokens: int) -> int:
+    """Length of the sketch of so many tokens."""
+    return -(-num_tokens // GRAIN_TOKENS) * SKETCH_BYTES
+
+
 def check_of(tokens: bytes | memoryview) -> bytes:
     """The last 3 bytes of ``sketch_of(tokens)``, at a tenth of its cost."""
     return zlib.crc32(tokens).to_bytes(4, "big")[:SKETCH_BYTES]

@@ -28,7 +28,7 @@ MUTATIONS = {
         "        lease.entries.append(entry)\n        return Outcome.RESERVED\n",
         "        lease.entries.append(entry)\n        self._publish([entry])\n        return Outcome.RESERVED\n",
     ),
-    "lookup does not compare checks": (MANAGER, "alike = self._alike(run, checks)", "alike = run"),
+    "lookup does not compare checks": (MANAGER, "alike = run[: self._num_alike(packed, checks)]", "alike = run"),
     "lookup skips the parent": (INDEX, "entry.parent is None or entry.parent is not parent", "entry.parent is None"),
     "a run trusts the last key without the chain's length": (
         INDEX,
@@ -166,8 +166,8 @@ MUTATIONS = {
     ),
     "forget stops at a hole": (
         CORE,
-        "walk += [entry for entry in reversed(each) if entry is not None]",
-        "walk += [entry for entry in reversed(each) if entry is not None and each[0] is not None]",
+        "for key in reversed(each) if (entry",
+        "for key in reversed(each) if self.index.get(each[0]) and (entry",
     ),
     "forget leaves tiers alone": (CORE, "        self.tiering.delete(entry, reason)\n", ""),
     "what is read is not forgotten": (

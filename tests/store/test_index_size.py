@@ -14,10 +14,11 @@ from qkvault.store.residents import Residents
 from qkvault.store.tiering import TierBook
 from qkvault.testing.store_model import ROOT
 from qkvault.tiers.base import Found
-from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, Medium
+from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, Medium, NewChunk
 
 CHAIN = 512
 CHUNK_TOKENS = 256
+IMAGE_BYTES = 4096
 
 
 class CountingDict(dict):
@@ -35,30 +36,41 @@ def chain(rng):
     found, parent = [], ROOT
     for _ in range(CHAIN):
         key, sketch = rng.randbytes(KEY_BYTES), rng.randbytes(CHUNK_TOKENS // GRAIN_TOKENS * SKETCH_BYTES)
-        found.append(Found(key, parent, sketch, CHUNK_TOKENS, 4096, 4096))
+        found.append(Found(key, parent, sketch, CHUNK_TOKENS, IMAGE_BYTES, IMAGE_BYTES))
         parent = key
     return found
 
 
 @pytest.fixture
 def fill():
-    """Stores whose tier holds so many prompts; gives the first of them too."""
+    """Stores whose tier, or RAM, holds so many prompts; gives the first of them too."""
     pools = []
 
-    def fill(num_chains):
-        pools.append(Pool(1 << 20, prefault=False))
+    def fill(num_chains, *, in_ram=False):
+        pools.append(Pool((num_chains * CHAIN if in_ram else 1) * IMAGE_BYTES, prefault=False))
         book = TierBook(0, "disk", Medium.DISK, lambda size: size, Residents(LruPolicy, 1 << 60))
-        store = StorageManager(pools[-1], Residents(LruPolicy, pools[-1].capacity_bytes), [book])
+        store = StorageManager(pools[-1], Residents(LruPolicy, pools[-1].capacity_bytes), [] if in_ram else [book])
         rng = random.Random(1)
         first = chain(rng)
-        store.adopt(book, first)
-        for _ in range(num_chains - 1):
-            store.adopt(book, chain(rng))
+        for chunks in (first, *(chain(rng) for _ in range(num_chains - 1))):
+            if in_ram:
+                write(store, chunks)
+            else:
+                store.adopt(book, chunks)
         return store, first
 
     yield fill
     for pool in pools:
         pool.close()
+
+
+def write(store, chunks):
+    """Have a client store what a scan would have found."""
+    new = [NewChunk(each.key, each.parent, each.sketch, each.num_tokens, each.image_bytes) for each in chunks]
+    reserved = store.reserve(1, new, 0.0)
+    for chunk, offset in zip(new, reserved.offsets, strict=True):
+        store.room.pool.view(offset, IMAGE_BYTES)[36 : 36 + KEY_BYTES] = chunk.key
+    assert store.commit(1, reserved.lease_id) == len(chunks)
 
 
 def test_a_lookup_asks_as_few_keys_among_many_as_among_few(fill):
@@ -73,13 +85,17 @@ def test_a_lookup_asks_as_few_keys_among_many_as_among_few(fill):
     assert asked == [2, 2]
 
 
-def test_a_key_takes_less_than_400_bytes(fill):
-    """B261: key, sketch and entry, its place in the index and in the tier's order."""
-    fill(1)
+@pytest.mark.parametrize("in_ram", [False, True])
+def test_a_key_takes_less_than_400_bytes(fill, in_ram):
+    """B261: key, sketch and entry, its place in the index and in an order; in RAM also its offset, which costs nothing.
+
+    What is asked of the allocator is counted here; with what that rounds up to it is some 50 more (the bench `index`).
+    """
+    fill(1, in_ram=in_ram)
     tracemalloc.start()
     try:
-        store, _ = fill(84)  # 43,000 keys: about as full as a dictionary gets, as with a million
+        store, _ = fill(21, in_ram=in_ram)  # 10,752 keys: about as full as a dictionary gets, as with a million
         grown, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert grown / len(store.index) < 400
+    assert grown / len(store.index) < 350

@@ -387,6 +387,12 @@ class TestAdoption:
         desk.assert_cache(ram="aa", disk="")
         assert desk.found("aa") == 32
 
+    def test_what_is_malformed_is_removed(self, make_desk):
+        """A sketch is as long as its tokens want it: chunks of as many tokens are looked at all at once."""
+        desk = make_desk(caps=[8])
+        self.adopt(desk, found_of(desk.chunks("aa")[0], sketch=b"short"))
+        assert [job.kind for _, job in desk.jobs] == [JobKind.DELETE]
+
     def test_what_a_scan_finds_after_a_clear_is_removed(self, make_desk):
         """A reset that comes while tiers are still being scanned covers what was not found yet."""
         desk = make_desk(caps=[8])

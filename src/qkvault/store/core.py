@@ -7,6 +7,9 @@ from collections.abc import Container, Sequence
 from itertools import groupby
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qkvault.image import sketch_of, tokens_in
 from qkvault.pool import Pool
 from qkvault.store.feed import Feed
@@ -20,6 +23,7 @@ from qkvault.store.tiering import TierBook, Tiering
 from qkvault.types import (
     GRAIN_TOKENS,
     KEY_BYTES,
+    OFFSET_BYTES,
     SKETCH_BYTES,
     TOKEN_BYTES,
     CacheKind,
@@ -27,13 +31,13 @@ from qkvault.types import (
     ChunkState,
     Medium,
     RefRun,
-    pack_offsets,
 )
 from qkvault.wire.messages import Inspected, Located
 
 RAM: Final = Medium.RAM.value  # what RAM is called where tiers are called by name
 _READY: Final = ChunkState.READY  # a member of an enumeration takes ten times as long to look up
 _GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
+_CHECK: Final = slice(-OFFSET_BYTES - SKETCH_BYTES, -OFFSET_BYTES)  # of what an entry packs: of all its tokens
 
 
 class Core:
@@ -74,22 +78,15 @@ class Core:
             doubtful = list(range(len(run)))
         return run[: next((at for at in doubtful if not self._is_reachable(run[at], search_range)), len(run))]
 
-    def _alike(self, run: list[Entry], checks: bytes) -> list[Entry]:
-        # The leading entries of run whose tokens have these check sums.
-        sketches = b"".join([entry.sketch for entry in run])
-        step = len(run[0].sketch) if run else 0
-        if len(sketches) == step * len(run) and all(
-            sketches[step - SKETCH_BYTES + i :: step] == checks[i : len(run) * SKETCH_BYTES : SKETCH_BYTES]
-            for i in range(SKETCH_BYTES if run else 0)
-        ):
-            return run  # byte by byte over all chunks: faster than chunk by chunk, and they are nearly always alike
-        here = b"".join([entry.sketch[-SKETCH_BYTES:] for entry in run])
+    def _num_alike(self, packed: list[bytes], checks: bytes) -> int:
+        # How many of the leading entries that pack this have tokens with these check sums.
+        if _columns(packed, OFFSET_BYTES, SKETCH_BYTES) == checks[: len(packed) * SKETCH_BYTES]:
+            return len(packed)  # all at once: faster than one by one, and they are nearly always alike
+        here = b"".join([each[_CHECK] for each in packed])
         if checks.startswith(here):
-            return run
+            return len(packed)
         starts = range(0, len(here), SKETCH_BYTES)
-        return run[
-            : next(at for at, i in enumerate(starts) if here[i : i + SKETCH_BYTES] != checks[i : i + SKETCH_BYTES])
-        ]
+        return next(at for at, i in enumerate(starts) if here[i : i + SKETCH_BYTES] != checks[i : i + SKETCH_BYTES])
 
     def _is_taken(self, keys: bytes, at: int, search_range: Container[str] | None) -> bool:
         # Whether key number at is in use for other tokens, or on another chain.
@@ -102,7 +99,8 @@ class Core:
         """What ``lookup`` would find, by medium; nothing is leased, promoted, touched or counted."""
         num_asked = min(len(keys) // KEY_BYTES, len(checks) // SKETCH_BYTES)
         run = self.index.run(root, keys[: num_asked * KEY_BYTES])
-        found = self._reachable(self._alike(run, checks), search_range)
+        num_alike = self._num_alike([entry.packed for entry in run], checks)
+        found = self._reachable(run[:num_alike], search_range)
         tokens, chunks = Counter[Medium](), Counter[Medium]()
         for entry in found:
             medium = self._medium(entry, search_range)
@@ -229,9 +227,12 @@ class Core:
         book = self.tiering.book_of(entry)
         return book.medium if book is not None else Medium.RAM
 
-    def _located(self, lease: Lease, *, can_fork: bool = False, num_asked: int = 0, is_ready: bool = False) -> Located:
-        # Without the keys of the first num_asked chunks, which the client has. is_ready: all are, as was just seen.
-        pending = [] if is_ready else not_ready(lease.entries)
+    def _located(
+        self, lease: Lease, *, can_fork: bool = False, num_asked: int = 0, packed: list[bytes] | None = None
+    ) -> Located:
+        # Without the keys of the first num_asked chunks, which the client has. ``packed`` by all, if all are READY, as
+        # was just seen.
+        pending = [] if packed is not None else not_ready(lease.entries)
         for at in [at for at in pending if lease.entries[at].state is ChunkState.ABSENT][:1]:
             self._cut(lease, at)  # its load failed: nothing after it can be used
         if lease.partial is not None and not self._is_what_was_wanted(lease.entries[-1], lease.partial):
@@ -244,7 +245,7 @@ class Core:
         for at in range(num_ready, len(lease.entries)):
             pending_tokens[lease.media[at]] += lease.num_tokens_of(at)
         num_pending = len(lease.entries) - num_ready
-        refs = _refs_of(lease, num_ready, num_asked)
+        refs = _refs_of(lease, num_ready, num_asked, packed)
         return Located(lease.lease_id, refs, num_pending, can_fork, dict(pending_tokens))
 
     def _is_what_was_wanted(self, entry: Entry, partial: Partial) -> bool:
@@ -356,17 +357,31 @@ def _same_grains(held: memoryview, wanted: bytes) -> int:
     return num_grains
 
 
-def _refs_of(lease: Lease, count: int, num_asked: int) -> ChunkRefs:
-    # The first count chunks of a lease, which are READY.
+def _refs_of(lease: Lease, count: int, num_asked: int, packed: list[bytes] | None) -> ChunkRefs:
+    # The first count chunks of a lease, which are READY, and pack this if it is known.
     entries, partial = lease.entries[:count], lease.partial
     num_whole = count - 1 if partial is not None and count == len(lease.entries) else count
     shapes, media = [entry.shape for entry in entries[:num_whole]], lease.media
-    if shapes and shapes.count(shapes[0]) == num_whole and media.count(media[0]) == len(media):
-        runs = [RefRun(num_whole, *shapes[0][:2], media[0])]  # all alike, as nearly always
+    is_even = bool(shapes) and shapes.count(shapes[0]) == num_whole  # as nearly always
+    if is_even and media.count(media[0]) == len(media):
+        runs = [RefRun(num_whole, *shapes[0][:2], media[0])]
     else:
         grouped = groupby(zip(shapes, media, strict=False))
         runs = [RefRun(sum(1 for _ in group), *shape[:2], medium) for (shape, medium), group in grouped]
     if num_whole < count and partial is not None:
         runs.append(RefRun(1, partial.num_tokens, entries[-1].image_bytes, media[num_whole]))
+    packed = [entry.packed for entry in entries] if packed is None else packed
+    num_even = num_whole if is_even else 0
+    offsets = _columns(packed[:num_even], 0, OFFSET_BYTES)
+    offsets += b"".join([each[-OFFSET_BYTES:] for each in packed[num_even:count]])
     keys = b"".join([entry.key for entry in entries[num_asked:]])
-    return ChunkRefs(keys, pack_offsets([entry.offset for entry in entries]), tuple(runs))
+    return ChunkRefs(keys, offsets, tuple(runs))
+
+
+def _columns(packed: Sequence[bytes], end: int, num_bytes: int) -> bytes:
+    # Of each the num_bytes before the last ``end``, one after the other. Nothing if they are not as long as each other.
+    rows, width = b"".join(packed), len(packed[0]) if packed else 0
+    if not packed or len(rows) != width * len(packed):
+        return b""
+    column: NDArray[np.void] = np.ndarray((len(packed),), f"V{num_bytes}", rows, width - end - num_bytes, (width,))
+    return column.tobytes()

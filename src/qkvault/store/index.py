@@ -8,15 +8,18 @@ neighbour of the place where the prompt would stand.
 from __future__ import annotations
 
 import bisect
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from qkvault.errors import InvariantError
-from qkvault.types import KEY_BYTES, SKETCH_BYTES, CacheKind, ChunkState
+from qkvault.types import KEY_BYTES, OFFSET_BYTES, SKETCH_BYTES, CacheKind, ChunkState
 
 Shape = tuple[int, int, CacheKind]  # tokens, bytes of the image, what is in it
 
 NOWHERE: Final = -1  # offset of an entry without a slot
+_OFFSET: Final = struct.Struct("<q")
+_NO_SLOT: Final = _OFFSET.pack(NOWHERE)
 _NO_SHAPE: Final[Shape] = (0, 0, CacheKind.KV)  # of a placeholder
 _NEIGHBOURS: Final = 8  # how far from its place a usable child is looked for, each way
 
@@ -24,21 +27,39 @@ _NEIGHBOURS: Final = 8  # how far from its place a usable child is looked for, e
 class Entry:
     """One chunk. Only ``Index`` changes ``parent`` and ``children``; only the store changes the rest."""
 
-    # Ten pointers: there may be a million of these. A chain's chunk has one child, so a list is made for the second.
-    __slots__ = ("_children", "doom", "key", "offset", "parent", "pins", "shape", "sketch", "state", "tiers")
+    # Nine pointers: there may be a million of these. A chain's chunk has one child, so a list is made for the second.
+    __slots__ = ("_children", "doom", "key", "packed", "parent", "pins", "shape", "state", "tiers")
 
     def __init__(self, key: bytes) -> None:
         """A placeholder: nowhere, without a parent or tokens."""
         self.key = key
         self.parent: Entry | None = None
         self._children: Entry | list[Entry] | None = None  # sorted by sketch
-        self.sketch = b""
+        self.packed = _NO_SLOT  # the sketch, then the offset in 8 bytes: in one object, since each has a head of 33
         self.shape = _NO_SHAPE  # one tuple for all chunks that agree in all of it
         self.state = ChunkState.ABSENT
-        self.offset = NOWHERE
         self.pins = 0  # leases and tier jobs that need the slot
         self.tiers = 0  # bit i: tier i has it
         self.doom = ""  # why it is to go as soon as nobody needs it; empty: it stays
+
+    @property
+    def sketch(self) -> bytes:
+        """What tells its tokens from those of its siblings."""
+        return self.packed[:-OFFSET_BYTES]
+
+    @sketch.setter
+    def sketch(self, sketch: bytes) -> None:
+        self.packed = sketch + self.packed[-OFFSET_BYTES:]
+
+    @property
+    def offset(self) -> int:
+        """Where its slot is, or NOWHERE."""
+        offset: int = _OFFSET.unpack_from(self.packed, -OFFSET_BYTES)[0]
+        return offset
+
+    @offset.setter
+    def offset(self, offset: int) -> None:
+        self.packed = self.packed[:-OFFSET_BYTES] + _OFFSET.pack(offset)
 
     @property
     def num_tokens(self) -> int:

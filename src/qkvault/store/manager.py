@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from qkvault.events import StoreEvent
-from qkvault.image import PREFIX_BYTES, key_in
+from qkvault.image import PREFIX_BYTES, key_in, sketch_bytes_for
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
 from qkvault.store.core import Core, not_ready
@@ -27,7 +27,6 @@ from qkvault.store.residents import Residents
 from qkvault.store.tiering import CORRUPT, TierBook
 from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
 from qkvault.types import (
-    GRAIN_TOKENS,
     KEY_BYTES,
     SKETCH_BYTES,
     SPACE_BYTES,
@@ -79,7 +78,8 @@ class StorageManager(Core):
         num_asked = min(len(keys) // KEY_BYTES, len(checks) // SKETCH_BYTES)
         counters.chunks_asked += num_asked
         run = self.index.run(root, keys[: num_asked * KEY_BYTES])
-        alike = self._alike(run, checks)
+        packed = [entry.packed for entry in run]
+        alike = run[: self._num_alike(packed, checks)]
         is_ready = search_range is None and self.num_doomed == 0 and not not_ready(alike)  # nearly always
         found = alike if is_ready else self._reachable(alike, search_range)
         if len(found) == len(alike) < num_asked and self._is_taken(keys, len(alike), search_range):
@@ -92,7 +92,7 @@ class StorageManager(Core):
         if can_fork and last is not None and tail and len(lease.entries) == num_asked:
             self._fork(lease, last.key, tail, search_range)
             can_fork = is_ready = False
-        return self._located(lease, can_fork=can_fork, num_asked=len(found), is_ready=is_ready)
+        return self._located(lease, can_fork=can_fork, num_asked=len(found), packed=packed if is_ready else None)
 
     def match(
         self,
@@ -336,7 +336,7 @@ def _require_sane(chunk: NewChunk) -> None:
     is_sane = (
         len(chunk.key) == len(chunk.parent) == KEY_BYTES
         and chunk.num_tokens > 0
-        and len(chunk.sketch) == -(-chunk.num_tokens // GRAIN_TOKENS) * SKETCH_BYTES
+        and len(chunk.sketch) == sketch_bytes_for(chunk.num_tokens)
         and chunk.image_bytes >= PREFIX_BYTES + chunk.num_tokens * TOKEN_BYTES
     )
     if not is_sane:

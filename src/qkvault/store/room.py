@@ -12,6 +12,7 @@ from qkvault.store.residents import Residents
 from qkvault.types import CacheKind, ChunkState
 
 _KV: Final = CacheKind.KV  # a member of an enumeration takes ten times as long to look up
+_ABSENT: Final = ChunkState.ABSENT
 
 
 class Room:
@@ -100,7 +101,7 @@ class Room:
 
 
 def _has_slot(entry: Entry) -> bool:
-    return entry.offset != NOWHERE
+    return entry.state is not _ABSENT
 
 
 def _is_pinned(entry: Entry) -> bool:

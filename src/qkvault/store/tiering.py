@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from qkvault.image import sketch_bytes_for
 from qkvault.spaces import kind_in
 from qkvault.store.index import Entry, Index, Shape
 from qkvault.store.residents import Residents
@@ -138,8 +139,8 @@ class Tiering:
     def adopt(self, book: TierBook, chunk: Found, *, is_forgotten: bool = False) -> Entry | None:
         """Enter what a scan found in ``book``; it is used later than what was entered before.
 
-        Removed instead is what ``is_forgotten``, what does not fit the capacity, and what differs from a chunk of that
-        key. What was stored there since is left alone.
+        Removed instead is what ``is_forgotten`` or malformed, what does not fit the capacity, and what differs from a
+        chunk of that key. What was stored there since is left alone.
         """
         known = self._index.get(chunk.key)
         if chunk.key in book.deleting or (known is not None and book.holds(known)):
@@ -148,6 +149,7 @@ class Tiering:
         is_same = known is None or not known.is_somewhere or known.shape == shape
         if (
             is_forgotten
+            or len(chunk.sketch) != sketch_bytes_for(chunk.num_tokens)
             or not (is_same and self._index.accepts(chunk.key, chunk.parent, chunk.sketch, chunk.num_tokens))
             or not self._make_room(book, shape, self._index.get(chunk.parent))
         ):
