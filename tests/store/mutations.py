@@ -30,16 +30,8 @@ MUTATIONS = {
     ),
     "lookup does not compare checks": (MANAGER, "alike = run[: self._num_alike(packed, checks)]", "alike = run"),
     "lookup skips the parent": (INDEX, "entry.parent is None or entry.parent is not parent", "entry.parent is None"),
-    "a run trusts the last key without the chain's length": (
-        INDEX,
-        "if num_known and (node is not root or len(run) < num_known):",
-        "if num_known and node is not root:",
-    ),
-    "a run trusts the last key without the chain's root": (
-        INDEX,
-        "if num_known and (node is not root or len(run) < num_known):",
-        "if len(run) < num_known:",
-    ),
+    "a run trusts the last key": (INDEX, "if num_known and node is not root:", "if num_known and node is None:"),
+    "a run that passes the root is one": (INDEX, "if num_known and node is not root:", "if len(run) < num_known:"),
     "a load skips the payload's check sum": ("tiers/disk.py", "            verify_payload(piece.image, header)\n", ""),
     "eviction ignores leases": (ROOM, "return entry.pins > 0", "return entry.state is not ChunkState.READY"),
     "abort publishes": (

@@ -53,13 +53,14 @@ class LruPolicy(FifoPolicy):
         self.touch_all((key,))
 
     def touch_all(self, keys: Iterable[bytes]) -> None:
-        order, count = self._order, 0
-        for key in keys:
-            if key in order:
-                del order[key]
+        order, pop, num_unknown = self._order, self._order.pop, 0
+        touched = tuple(keys)
+        for key in touched:
+            if pop(key, self) is None:
                 order[key] = None
-                count += 1
-        self._count_holes(count)
+            else:
+                num_unknown += 1
+        self._count_holes(len(touched) - num_unknown)
 
 
 class MruPolicy(LruPolicy):

@@ -261,18 +261,20 @@ class Core:
     def _cut(self, lease: Lease, start: int) -> None:
         # Ends the lease on its chunks from number start on: they count as used.
         dropped = lease.cut(start)
+        if not dropped:
+            return
         dropped.reverse()  # the tail first: under a recency order it then leaves first
-        hot_cache = self.hot_cache
-        keys = [entry.key for entry in dropped]
-        if dropped:
-            kind = dropped[0].kind  # a chain is of one kind
-            self.room.residents.policies[kind].touch_all(keys)
-            for book in self.tiering.books:
-                book.residents.policies[kind].touch_all(keys)
+        kind, keys = dropped[0].kind, [entry.key for entry in dropped]  # a chain is of one kind
+        self.room.residents.policies[kind].touch_all(keys)
+        for book in self.tiering.books:
+            book.residents.policies[kind].touch_all(keys)
+        if self.hot_cache and not self.num_doomed and not not_ready(dropped):  # nearly always
+            for entry in dropped:
+                entry.pins -= 1
+            return
         for entry in dropped:
             entry.pins -= 1
-            if entry.doom or entry.state is not _READY or not hot_cache:
-                self._settle(entry)
+            self._settle(entry)
 
     def _give_under_parent(self, entry: Entry) -> bool:
         # Pins ``entry``, if it gets a slot. Its parent does not leave for it: a tail without its head is no use.

@@ -182,11 +182,11 @@ class Index:
         run: list[Entry] = []
         node = last
         for _ in range(num_known):
-            if node is None or node is root:
+            if node is None:
                 break
             run.append(node)
             node = node.parent
-        if num_known and (node is not root or len(run) < num_known):  # no chain: chunks of others are on the way
+        if num_known and node is not root:  # they do not hang on it: other chunks are on the way
             return self._run_by_steps(root, keys)
         run.reverse()
         return run
