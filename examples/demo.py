@@ -1,4 +1,4 @@
-"""QKVault in three minutes: questions about one document, cold, from RAM, and from disk after vLLM was restarted.
+"""QKVault in some minutes: questions about one document, cold, from RAM, and from disk after vLLM was restarted.
 
 Then what an answer looked at, from captured queries, and the answer from half of the document (capture_queries.py does
 that at length). This process asks, compares and prints; each life of vLLM is a process of its own (engine_life.py).
@@ -188,7 +188,7 @@ def demo(
 ) -> None:
     """Questions cold, from RAM and from disk, and what an answer looked at. Exit code 1 if something is amiss."""
     console = Console(stderr=True)
-    console.print("Two lives of vLLM with a small model; about three minutes on two idle cores.")
+    console.print("Two lives of vLLM with a small model; three to five minutes on two cores.")
     with scratch(keep=keep) as (folder, log_path):
         settings = {"model": str(model_path()), "dtype": dtype, "extra": {"qkvault.disk_path": str(folder)}}
         try:

@@ -111,7 +111,7 @@ def test_the_cost_of_capture_is_measured_and_nothing_is_dropped(tmp_path, model_
         facts = row["series"][0]["facts"]
         assert (facts["chunks stored"], facts["chunks dropped"], facts["faults"]) == (1, 0, 0)
         num_bytes = num_layers * 9 * 64 * 4  # of a token: layers, query heads, their size, float32
-        assert facts["MB a prompt"] == pytest.approx(192 * num_bytes / 1e6, rel=0.01)
+        assert facts["MB a prompt"] == pytest.approx(192 * num_bytes / 1e6, abs=0.06)  # it is told in tenths
         assert facts["same tokens"] is True
 
 

@@ -48,7 +48,7 @@ def ring_bytes(num_layers: int, num_blocks: int, block_size: int, hidden_dim: in
 class QRingBuffer:
     """Blocks of query rows, the same ones in every layer. Owned by the thread that runs the model.
 
-    A *slot* is a row of a layer: ``block id * block_size + row in the block``. Memory starts as anything.
+    A *slot* is a row of a layer: ``block id * block_size + row in the block``.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class QRingBuffer:
         num_rows = num_blocks * block_size
         # The last row of each layer is trash: slot -1, "no slot", is that row, so that nothing need be left out.
         memory = torch.empty((num_layers, num_rows + _NUM_TRASH_ROWS, hidden_dim), dtype=dtype, device=self.device)
+        memory.zero_()  # takes it now, a third of a second for half a GiB: no step is to pay for that
         self.num_bytes = memory.numel() * memory.element_size()
         self._layers = list(memory.unbind())  # [rows and trash, hidden_dim] each
         self._arrays = [_rows_of(layer) for layer in self._layers] if self.device.type == "cpu" else []

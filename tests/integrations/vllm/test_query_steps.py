@@ -184,12 +184,14 @@ def test_a_prompt_in_odd_parts_is_captured_whole(query_engine, account, prompts,
 
 
 @pytest.mark.parametrize("options", LAYOUTS)
-def test_what_a_reset_finds_is_not_stored_after_it(query_engine, prompts, toy_queries, verify, options):
+def test_what_a_reset_finds_is_not_stored_after_it(toy, query_engine, prompts, verify, options):
     """B354: of requests that run, wait or have just ended when everything is to be forgotten no query appears later."""
     for num_steps in range(1, 12):
         engine = query_engine(**options)
-        engine.add("old", prompts(200), max_tokens=6, sampling={"stop_token_ids": [7]})
-        engine.add("older", prompts(70), max_tokens=3)
+        engine.add("old", prompts(210), max_tokens=6)
+        stopped, ended = prompts(79), prompts(78)
+        engine.add("stops", stopped, max_tokens=6, sampling={"stop_token_ids": [toy.text_of(stopped, 2)[1]]})
+        engine.add("ends", ended, max_tokens=3)  # a tail of one block is stored when it has ended
         for _ in range(num_steps):
             engine.step()
         begun = {name for name, request in engine.requests.items() if request.num_computed_tokens}
