@@ -24,7 +24,7 @@ from qkvault.logs import get_logger
 from qkvault.paged import PagedConnector, PageRun
 from qkvault.spaces import SpaceDescription
 from qkvault.stats import StatsMonitor
-from qkvault.types import TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk, Outcome
+from qkvault.types import SPACE_BYTES, TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk, Outcome
 
 _PART_BYTES: Final = 128 << 20
 _log = get_logger("transfer")
@@ -41,6 +41,10 @@ class SaveItem(NamedTuple):
     tokens: bytes
     block_ids: Sequence[int]
     flags: int = 0  # of the image: FIRST, PLAIN
+
+    def in_space(self, space_id: bytes) -> SaveItem:
+        """The same chunk of another rank, or kind."""
+        return self._replace(key=space_id + self.key[SPACE_BYTES:], parent=space_id + self.parent[SPACE_BYTES:])
 
     @property
     def num_tokens(self) -> int:

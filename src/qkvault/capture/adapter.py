@@ -24,7 +24,7 @@ from qkvault.logs import RateLimited, get_logger
 from qkvault.paged import PagedConnector
 from qkvault.stats import StatsMonitor
 from qkvault.transfer import SaveItem, SaveReport, Transfer
-from qkvault.types import SPACE_BYTES, CacheKind, Outcome
+from qkvault.types import CacheKind, Outcome
 
 _log = RateLimited(get_logger("capture"))
 _ORDER: Final = "LBNHPD"  # a ring's rows: all heads of a token together
@@ -178,13 +178,8 @@ class QRingBufferAdapter:
         self.counters.dropped[Reason.NO_ROOM] += sum(outcomes.values())
 
     def _own(self, whole: Whole) -> SaveItem:
-        # The item names a chunk of KV, of rank 0: ours differs in the space.
-        space_id, item = self.space.space_id, whole.item
-        return item._replace(
-            key=space_id + item.key[SPACE_BYTES:],
-            parent=space_id + item.parent[SPACE_BYTES:],
-            block_ids=whole.ring_block_ids,
-        )
+        # The item names a chunk of KV, of rank 0.
+        return whole.item.in_space(self.space.space_id)._replace(block_ids=whole.ring_block_ids)
 
     def _lend(self, transfer: Transfer | None, block_ids: tuple[int, ...]) -> None:
         if transfer is None:

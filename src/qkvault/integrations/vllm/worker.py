@@ -19,7 +19,7 @@ from qkvault.keys import KeySpace
 from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
 from qkvault.transfer import LoadItem, SaveItem, Transfer
-from qkvault.types import SPACE_BYTES, Outcome
+from qkvault.types import Outcome
 
 if TYPE_CHECKING:
     from qkvault.paged import PagedConnector
@@ -182,9 +182,7 @@ class WorkerSide:
         return [_num_before(_UNSAVED, [next(outcomes) for _ in op.items]) for op in ops]
 
     def _own(self, item: SaveItem) -> SaveItem:
-        # Plans name the chunks of rank 0: ours differ in the space.
-        space_id = self._space.space_id
-        return item._replace(key=space_id + item.key[SPACE_BYTES:], parent=space_id + item.parent[SPACE_BYTES:])
+        return item.in_space(self._space.space_id)  # plans name the chunks of rank 0
 
     def _mark(self) -> torch.Event | None:
         if self._paged.device.type == "cpu":
