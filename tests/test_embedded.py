@@ -146,9 +146,9 @@ def save_queries(client, word):
 
 class TestQueries:
     @pytest.mark.parametrize(
-        ("setting", "quotas"), [(None, [1 << 18, 1 << 22]), (1 << 17, [1 << 17, 1 << 21]), (0, [0, 0])]
+        ("setting", "shares"), [(None, [1 << 18, 1 << 22]), (1 << 17, [1 << 17, 1 << 21]), (0, [0, 0])]
     )
-    def test_a_share_of_ram_and_of_disk_is_for_queries(self, on_disk, setting, quotas):
+    def test_a_share_of_ram_and_of_disk_is_for_queries(self, on_disk, setting, shares):
         """B315: what they take and what they may is in the status."""
         with closing(embedded.EmbeddedStore(msgspec.structs.replace(on_disk, query_bytes=setting))) as store:
             client = store.connect("test")
@@ -156,13 +156,13 @@ class TestQueries:
             num_stored = save_queries(client, "aabb")
             assert store.driver.drain(WAIT_SECONDS)
             media = client.status().media
-            assert [medium.query_quota_bytes for medium in media] == quotas
+            assert [medium.query_share_bytes for medium in media] == shares
             assert [medium.query_used_bytes for medium in media] == [num_stored * 8192] * 2
             assert [medium.used_bytes for medium in media] == [(2 + num_stored) * 8192] * 2
             assert num_stored == (0 if setting == 0 else 2)
 
     def test_queries_on_disk_are_queries_after_a_restart(self, on_disk):
-        """B313: they count to the quota, and those beyond it are removed, the oldest first."""
+        """B313: they count to the share, and those beyond it are removed, the oldest first."""
         with closing(embedded.EmbeddedStore(on_disk)) as store:
             save_queries(store.connect("test"), "aabbcc")
             save(store.connect("test"), "xx")

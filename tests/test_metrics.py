@@ -18,7 +18,7 @@ from qkvault.types import Outcome
 from qkvault.wire.messages import Status, TierStatus
 
 CATALOGUE = (*ENGINE_METRICS, UP, *STORE_METRICS)
-RAM = TierStatus("ram", 1000, 10, 2, is_healthy=True, query_used_bytes=4, query_quota_bytes=250)
+RAM = TierStatus("ram", 1000, 10, 2, is_healthy=True, query_used_bytes=4, query_share_bytes=250)
 DISK = TierStatus("disk", 5000, 20, 4, is_healthy=False)
 
 
@@ -155,7 +155,7 @@ def test_the_store_is_read_from_its_status():
         "qkvault_store_medium_used_bytes{medium=ram}": 10,
         "qkvault_store_medium_used_bytes{medium=disk}": 20,
         "qkvault_store_medium_query_used_bytes{medium=ram}": 4,
-        "qkvault_store_medium_query_quota_bytes{medium=ram}": 250,
+        "qkvault_store_medium_query_share_bytes{medium=ram}": 250,
         "qkvault_store_medium_chunks{medium=ram}": 2,
         "qkvault_store_medium_chunks{medium=disk}": 4,
         "qkvault_store_medium_healthy{medium=ram}": 1,

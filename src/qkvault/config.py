@@ -58,8 +58,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     query_bytes: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="At most so much of ram_bytes holds queries, and the same share of disk_bytes; they never push "
-            "out KV. 0: none are stored. Empty: a quarter.",
+            description="The share of queries in ram_bytes, and by the same ratio in disk_bytes. KV uses what they "
+            "leave of it until they need it. 0: none are stored. Empty: a quarter.",
             examples=["2GiB", "0"],
         ),
     ] = None

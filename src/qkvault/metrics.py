@@ -113,7 +113,7 @@ STORE_METRICS: Final = (
     _of_media("num_chunks", "Chunks that can be read."),
     _of_media("is_healthy", "1 while the medium can be used."),
     _of_media("query_used_bytes", "Bytes in use by queries."),
-    _of_media("query_quota_bytes", "How many these may be."),
+    _of_media("query_share_bytes", "How many these may be."),
     _of_status("num_leases", "Leases that clients hold."),
     _of_status("num_sessions", "Clients that are connected."),
     _of_status("num_jobs", "Jobs of lower tiers under way."),

@@ -258,14 +258,18 @@ def _populate(mapping: mmap.mmap) -> None:
 
 
 def _require_available(num_bytes: int) -> None:
-    """Raise ConfigError unless so much memory can be had without swapping, and within the container's limit."""
-    limits = [(int(psutil.virtual_memory().available), "on this machine")]
-    if (limit_bytes := cgroup_limit_bytes(_ROOT)) is not None:
-        limits.append((limit_bytes, "in this control group"))
-    room_bytes, where = min(limits)
+    room_bytes, where = available_memory()
     if num_bytes > room_bytes:
         msg = f"the pool needs {num_bytes} bytes of memory, {room_bytes} are available {where}: make it smaller"
         raise ConfigError(msg)
+
+
+def available_memory() -> tuple[int, str]:
+    """Bytes of memory that can be had without swapping and within the container's limit, and which of both that is."""
+    limits = [(int(psutil.virtual_memory().available), "on this machine")]
+    if (limit_bytes := cgroup_limit_bytes(_ROOT)) is not None:
+        limits.append((limit_bytes, "in this control group"))
+    return min(limits)
 
 
 def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:

@@ -233,7 +233,7 @@ def test_chunks_that_are_there_are_not_copied_again(model):
     assert (model.adapter.counters.num_stored, model.adapter.counters.num_present) == (2, 2)
 
 
-def test_what_is_captured_counts_to_the_quota_of_queries(model):
+def test_what_is_captured_counts_to_the_share_of_queries(model):
     """B310."""
     model.prefill("a", 64)
     (ram,) = model.client.status().media

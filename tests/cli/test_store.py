@@ -89,7 +89,7 @@ class TestStatus:
         assert "queries" in text
         found = json.loads(run("status", "--json"))
         assert found["media"][0]["num_chunks"] == 2
-        assert found["media"][0]["query_quota_bytes"] == 1 << 20
+        assert found["media"][0]["query_share_bytes"] == 1 << 20
         assert [model["model_name"] for model in found["models"]] == ["a/model"]
         assert found["instances"][0]["instance_id"] == "engine"
 

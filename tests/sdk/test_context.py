@@ -44,7 +44,7 @@ class TestRoundTrip:
         assert equal(open_context(place).retrieve(TOKENS), parts)
 
     def test_queries_are_a_kind_of_their_own(self, here, open_context, make_spaces, make_parts):
-        """B106, B108, B109, B310: under the same tokens, under the name that users of LMCache know, and in a quota."""
+        """B106, B108, B109, B310: under the same tokens, under the name that users of LMCache know, and in a share."""
         kv = open_context(here, spaces=make_spaces())
         q = qcache.connect(here, spaces=make_spaces(kind=CacheKind.QUERY, heads=6), model="m##query")
         with q, kvcache.connect(here, model="m") as again:

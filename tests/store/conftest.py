@@ -52,12 +52,12 @@ class Desk:
         make = POLICIES.load(policy)
         self.clock = FakeClock()
         self.pool = Pool(slots * CHUNK_BYTES, prefault=False)
-        quota, tier_quota = (n if n is None else n * CHUNK_BYTES for n in (queries, tier_queries))
+        share, tier_share = (n if n is None else n * CHUNK_BYTES for n in (queries, tier_queries))
         self.books = [
             TierBook(n, TIERS[n], list(Medium)[n + 1], lambda size: size, residents)
-            for n, residents in enumerate(Residents(make, cap * CHUNK_BYTES, tier_quota) for cap in caps)
+            for n, residents in enumerate(Residents(make, cap * CHUNK_BYTES, tier_share) for cap in caps)
         ]
-        residents = Residents(make, self.pool.capacity_bytes, quota)
+        residents = Residents(make, self.pool.capacity_bytes, share)
         self.store = StorageManager(self.pool, residents, self.books, lease_seconds=lease_seconds, hot_cache=hot)
         self.files = [{} for _ in caps]
         self.jobs = []

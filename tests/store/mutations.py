@@ -51,7 +51,7 @@ MUTATIONS = {
     ),
     "the head is evicted first": (
         RESIDENTS,
-        "next((c for c in children if is_here(c) and c.key not in chosen), None)",
+        "next((c for c in children if self._is_here(c) and c.key not in self.entries), None)",
         "None",
     ),
     "a lease counts as ready while its chunks are loaded": (CORE, "        lease.is_ready &= not absent\n", ""),
@@ -97,34 +97,48 @@ MUTATIONS = {
         "            pass\n",
     ),
     "shorter tails are kept": (MANAGER, 'self._doom(sibling, "superseded")', "pass"),
-    "a tier has no cap": (TIERING, "        if excess_bytes <= 0:\n", "        if excess_bytes is not None:\n"),
-    "KV leaves for queries": (
-        RESIDENTS,
-        "_QUERY: [queries]}",
-        "_QUERY: [queries, kv]}",
+    "a tier has no cap": (
+        TIERING,
+        "excess_bytes(kind, num_bytes) <= 0:\n",
+        "excess_bytes(kind, num_bytes) is not None:\n",
     ),
-    "queries do not leave for KV": (
+    "KV gives nothing back": (RESIDENTS, "min(borrowed_bytes, wanted_bytes - choice.freed_bytes)", "0"),
+    "KV gives back what it has not borrowed": (
         RESIDENTS,
-        "_KV: [queries, kv]",
-        "_KV: [kv]",
+        "min(borrowed_bytes, wanted_bytes - choice.freed_bytes)",
+        "wanted_bytes - choice.freed_bytes",
     ),
-    "KV leaves before queries": (
+    "KV gives back before queries make room": (
         RESIDENTS,
-        "_KV: [queries, kv]",
-        "_KV: [kv, queries]",
+        "            if choice.take(kind, self.policies[kind], own_bytes) < own_bytes:\n                return []\n",
+        "",
     ),
-    "KV that hangs on a query leaves with it": (RESIDENTS, " or (keeps_kv and entry.kind is _KV)", ""),
-    "queries have no quota": (
+    "queries do not replace queries where KV is held": (
+        RESIDENTS,
+        "        choice.take(kind, self.policies[kind], wanted_bytes - choice.freed_bytes)\n",
+        "        if kind is _KV:\n            choice.take(kind, self.policies[kind], wanted_bytes)\n",
+    ),
+    "queries leave for KV": (
+        RESIDENTS,
+        "        return list(choice.entries.values()) if",
+        (
+            "        choice.take(_QUERY, self.policies[_QUERY], wanted_bytes - choice.freed_bytes)\n"
+            "        return list(choice.entries.values()) if"
+        ),
+    ),
+    "chunks leave in vain": (RESIDENTS, " if choice.freed_bytes >= excess_bytes else []", ""),
+    "KV that hangs on a query leaves with it": (RESIDENTS, " or entry.kind is not kind", ""),
+    "queries have no share": (
         RESIDENTS,
         "            over_bytes = max(over_bytes, self.bytes_of[kind] - self.query_bytes)\n",
         "            pass\n",
     ),
-    "a quota is full only when it is passed": (
+    "a share is full only when it is passed": (
         RESIDENTS,
         "self.bytes_of[kind] - self.query_bytes)",
         "self.bytes_of[kind] - self.query_bytes - num_bytes)",
     ),
-    "queries take free slots beyond their quota": (
+    "queries take free slots beyond their share": (
         ROOM,
         "self.pool.allocate if kind is _KV else self._allocate_query",
         "self.pool.allocate",

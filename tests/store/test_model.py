@@ -47,6 +47,11 @@ search_ranges = st.sampled_from([None, None, ("ram",), ("disk",), ("ram", "far")
 faults = st.one_of(st.just([]), st.tuples(st.integers(0, 2), reasons).map(lambda fault: [""] * fault[0] + [fault[1]]))
 
 
+def shares_of(residents):
+    query_bytes = residents.query_bytes
+    return {CacheKind.KV: residents.capacity_bytes - query_bytes, CacheKind.QUERY: query_bytes}
+
+
 def root_of(prompt):
     return QUERY_ROOT if prompt[2] is CacheKind.QUERY else ROOT
 
@@ -71,11 +76,10 @@ class StoreMachine(RuleBasedStateMachine):
         pool_chunks=st.sampled_from([4, 8, 6, 9, 3, 2, 5]),
         caps=st.sampled_from([[4], [8], [2, 6], [1], [8, 3], []]),
         hot=st.sampled_from([True, True, False]),
-        quota_chunks=st.sampled_from([4, 2, 8, 0, 3]),
+        share_chunks=st.sampled_from([4, 2, 8, 0, 3]),
     )
-    def start(self, policy, pool_chunks, caps, hot, quota_chunks):
+    def start(self, policy, pool_chunks, caps, hot, share_chunks):
         self.clock = FakeClock()
-        self.model = StoreModel(dict.fromkeys(("ram", *TIERS), quota_chunks * CHUNK_BYTES))
         self.pool = Pool(pool_chunks * CHUNK_BYTES, prefault=False)
         make = POLICIES.load(policy)
         self.books = [
@@ -84,13 +88,15 @@ class StoreMachine(RuleBasedStateMachine):
                 TIERS[n],
                 list(Medium)[n + 1],
                 lambda size: size,
-                Residents(make, cap * CHUNK_BYTES, quota_chunks * CHUNK_BYTES),
+                Residents(make, cap * CHUNK_BYTES, share_chunks * CHUNK_BYTES),
             )
             for n, cap in enumerate(caps)
         ]
-        residents = Residents(make, self.pool.capacity_bytes, quota_chunks * CHUNK_BYTES)
+        residents = Residents(make, self.pool.capacity_bytes, share_chunks * CHUNK_BYTES)
         self.store = StorageManager(self.pool, residents, self.books, lease_seconds=LEASE_SECONDS, hot_cache=hot)
         self.store.take_events()
+        self.residents = {"ram": residents} | {book.name: book.residents for book in self.books}
+        self.model = StoreModel({name: shares_of(each) for name, each in self.residents.items()})
         self.files = [{} for _ in caps]  # what the tiers hold: key to image
         self.put = {}  # what the tiers were given behind the store's back
         self.jobs = []
@@ -241,7 +247,7 @@ class StoreMachine(RuleBasedStateMachine):
             tokens = write.slots[key][0].tokens
             assert any(other.startswith(tokens) and len(other) > len(tokens) for other in longer)
         self.model.committed(lease_id, published)
-        self.model.hear(events, by=write.kind, is_held=self.is_held)
+        self.model.hear(events, by=write.kind, kv_bytes=self.kv_bytes)
         del self.writes[lease_id]
 
     @precondition(lambda self: self.writes)
@@ -415,26 +421,15 @@ class StoreMachine(RuleBasedStateMachine):
         lease_id = lease_ids[which % len(lease_ids)]
         return lease_id, leases[lease_id]
 
-    def is_held(self, tier, key):
-        """Whether a chunk could not leave ``tier``, or something that hangs on it there."""
-        walk = [self.store.index.get(key)]
-        book = next((book for book in self.books if book.name == tier), None)
-        for entry in walk:
-            if entry is None:
-                continue
-            if book is None and entry.pins:
-                return True
-            if book is not None and (entry.state is ChunkState.LOADING or entry.key in book.storing):
-                return True
-            walk += [child for child in entry.children if (child.offset >= 0 if book is None else book.holds(child))]
-        return False
+    def kv_bytes(self, tier):
+        return self.residents[tier].bytes_of[CacheKind.KV]
 
     def follow(self, by=None):
         """Hear the events, and give the jobs to the tiers: no two at a time touch one chunk of a tier.
 
         B311, B312: whoever leaves for ``by``.
         """
-        self.model.hear(self.store.take_events(), by=by, is_held=self.is_held)
+        self.model.hear(self.store.take_events(), by=by, kv_bytes=self.kv_bytes)
         self.jobs += self.store.take_jobs()
         touched = [(n, key) for n, job in self.jobs for key in (*job.delete_first, *(p.key for p in job.pieces))]
         assert len(touched) == len(set(touched)), "two jobs at a time for one chunk"
@@ -451,7 +446,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.model.contents[book.name].keys() == {e.key for e in self.store.index if e.tiers & book.bit}
             assert book.residents.used_bytes <= book.residents.capacity_bytes
         assert self.pool.used_bytes <= self.pool.capacity_bytes
-        self.model.check_quotas()
+        self.model.check_shares()
         for read in self.reads.values():
             for offset, image in read.held.items():
                 view = self.pool.view(offset, len(image))

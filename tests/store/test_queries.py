@@ -1,4 +1,4 @@
-"""Queries beside KV: a quota in each medium, and the first to leave. ``?aa`` are the queries of ``aa``."""
+"""Queries beside KV: each has its share of every medium. ``?aa`` are the queries of ``aa``."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def adopt(desk, *prompts):
     desk.end_jobs()
 
 
+def num_of_each(medium):
+    """How many chunks of KV there are, and of queries."""
+    return tuple(len(medium.residents.policies[kind]) for kind in (CacheKind.KV, CacheKind.QUERY))
+
+
 class TestQuota:
     def test_the_oldest_queries_leave_for_new_ones(self, make_desk):
         """B310: there is room in the pool, and none for more queries."""
@@ -40,7 +45,7 @@ class TestQuota:
             desk.save(prompt)
         desk.assert_cache(ram="xx ?bb ?cc")
 
-    def test_what_is_beyond_the_quota_has_no_room(self, make_desk, outcome):
+    def test_what_is_beyond_the_share_has_no_room(self, make_desk, outcome):
         """B310: a prompt's own queries do not leave for one another."""
         desk = make_desk(slots=8, queries=2)
         assert desk.reserve("?aabbcc").outcomes == outcome("RRN")
@@ -54,7 +59,7 @@ class TestQuota:
         desk.release(located)
         assert desk.reserve("?bb").outcomes == outcome("R")
 
-    def test_without_a_quota_none_are_stored(self, make_desk, outcome):
+    def test_without_a_share_none_are_stored(self, make_desk, outcome):
         """B310: 0 is none at all, in RAM or below."""
         desk = make_desk(slots=8, caps=[8], queries=0, tier_queries=0)
         assert desk.reserve("?aa").outcomes == outcome("N")
@@ -82,7 +87,7 @@ class TestQuota:
         assert desk.store.reserve(1, [triple], 0.0, kind=CacheKind.QUERY).outcomes == outcome("N")
         desk.assert_cache(ram="?aa")
 
-    def test_a_tier_has_a_quota_of_its_own(self, make_desk):
+    def test_a_tier_has_a_share_of_its_own(self, make_desk):
         """B310: what RAM keeps the tier need not."""
         desk = make_desk(slots=8, caps=[8], queries=3, tier_queries=2)
         for prompt in ("xx", "?aa", "?bb", "?cc"):
@@ -93,58 +98,102 @@ class TestQuota:
 
 @pytest.mark.parametrize("policy", POLICIES)
 class TestWhoLeaves:
-    def test_kv_never_leaves_for_queries(self, make_desk, outcome, policy):
-        """B311: neither the oldest nor the least used; only queries leave."""
-        desk = make_desk(slots=4, queries=3, policy=policy)
-        for prompt in ("aa", "bb", "cc"):
+    def test_kv_gives_back_what_it_has_borrowed_and_no_more(self, make_desk, policy):
+        """B311: a full pool takes queries up to their share; then they leave for one another."""
+        desk = make_desk(slots=4, queries=2, policy=policy)
+        for prompt in ("aa", "bb", "cc", "dd"):
             desk.save(prompt)
         assert desk.save("?xx") == 1
-        assert desk.save("?yy") == 1
-        desk.assert_cache(ram="aa bb cc ?yy")
-        desk.save("dd")
-        assert desk.reserve("?zz").outcomes == outcome("N")
-        desk.assert_cache(ram="aa bb cc dd")
+        assert num_of_each(desk.store.room) == (3, 1)
+        for prompt in ("?yy", "?zz", "?vv"):
+            assert desk.save(prompt) == 1
+            assert num_of_each(desk.store.room) == (2, 2)
 
-    def test_kv_on_disk_never_leaves_for_queries(self, make_desk, policy):
+    def test_kv_on_disk_gives_back_what_it_has_borrowed_and_no_more(self, make_desk, policy):
         """B311."""
-        desk = make_desk(slots=16, caps=[3], queries=8, tier_queries=3, policy=policy)
-        for prompt in ("aa", "bb", "?xx", "?yy", "cc", "?zz"):
+        desk = make_desk(slots=16, caps=[3], queries=8, tier_queries=1, policy=policy)
+        for prompt in ("aa", "bb", "cc", "?xx", "?yy"):
             desk.save(prompt)
             desk.end_jobs()
-        desk.assert_cache(disk="aa bb cc")
+        assert num_of_each(desk.books[0]) == (2, 1)
 
-    def test_queries_leave_before_any_kv(self, make_desk, policy):
-        """B312: however lately and often they were used."""
+    def test_queries_do_not_leave_for_kv(self, make_desk, policy):
+        """B312: however long they were not used; KV leaves for KV, beyond its share and within."""
         desk = make_desk(slots=4, queries=2, policy=policy)
-        for prompt in ("aa", "bb", "?xx", "?yy"):
-            desk.save(prompt)
-        for prompt in ("?xx", "?yy", "?xx", "?yy"):
-            desk.use(prompt)
-        desk.save("cc")
-        desk.save("dd")
-        desk.assert_cache(ram="aa bb cc dd")
-        desk.save("ee")
-        assert len(desk.store.room.residents) == 4
+        for prompt in ("?xx", "?yy", "aa", "bb", "cc", "dd"):
+            assert desk.save(prompt) == 1
+        assert num_of_each(desk.store.room) == (2, 2)
 
-    def test_queries_leave_disk_before_any_kv(self, make_desk, policy):
+    def test_queries_on_disk_do_not_leave_for_kv(self, make_desk, policy):
         """B312."""
         desk = make_desk(slots=16, caps=[4], queries=8, tier_queries=2, policy=policy)
-        for prompt in ("aa", "bb", "?xx", "?yy", "cc", "dd"):
+        for prompt in ("?xx", "aa", "bb", "cc", "dd"):
             desk.save(prompt)
             desk.end_jobs()
-        desk.assert_cache(disk="aa bb cc dd")
+        assert num_of_each(desk.books[0]) == (3, 1)
 
 
 class TestHeld:
-    def test_queries_that_are_held_stay_and_kv_leaves(self, make_desk):
-        """B312: a reader is worth more than an order."""
+    def test_kv_that_is_held_keeps_what_it_has_borrowed(self, make_desk, outcome):
+        """B311: a reader is worth more than a share; queries make room for queries until he is done."""
         desk = make_desk(slots=3, queries=2)
+        desk.save("aabbcc")
+        located = desk.lookup("aabbcc")
+        assert desk.reserve("?xx").outcomes == outcome("N")
+        desk.assert_cache(ram="aa aabb aabbcc")
+        desk.release(located)
+        desk.save("?xx")
+        located = desk.lookup("aabb")
+        desk.save("?yy")
+        desk.assert_cache(ram="aa aabb ?yy")
+        desk.release(located)
+        desk.save("?zz")
+        desk.assert_cache(ram="aa ?yy ?zz")
+
+    def test_nobody_leaves_in_vain(self, make_desk, outcome):
+        """B311: queries and KV that could leave stay where both would not be enough."""
+        desk = make_desk(slots=4, queries=3)
+        for prompt in ("aa", "bb", "?xx", "?yy"):
+            desk.save(prompt)
+        located = desk.lookup("aa")
+        triple = msgspec.structs.replace(desk.chunks("?dd")[0].new(), image_bytes=3 * 8192)
+        held = desk.lookup("?xx")
+        assert desk.store.reserve(1, [triple], 0.0, kind=CacheKind.QUERY).outcomes == outcome("N")
+        desk.assert_cache(ram="aa bb ?xx ?yy")
+        desk.release(held)
+        assert desk.store.reserve(1, [triple], 0.0, kind=CacheKind.QUERY).outcomes == outcome("R")
+        desk.assert_cache(ram="aa")
+        desk.release(located)
+
+    def test_kv_within_its_share_stays_where_free_slots_do_not_lie_together(self, make_desk, outcome):
+        """B311: two slots side by side would take a chunk of KV."""
+        desk = make_desk(slots=6, queries=3)
+        for prompt in ("aa", "?xx", "bb", "?yy", "cc", "?zz"):
+            desk.save(prompt)
+        double = msgspec.structs.replace(desk.chunks("?dd")[0].new(), image_bytes=2 * 8192)
+        assert desk.store.reserve(1, [double], 0.0, kind=CacheKind.QUERY).outcomes == outcome("N")
+        desk.assert_cache(ram="aa bb cc")
+
+    def test_queries_stay_where_kv_is_held(self, make_desk, outcome):
+        """B312: KV finds no room among its own, and there is no other."""
+        desk = make_desk(slots=3, queries=1)
+        desk.save("aabb")
+        desk.save("?xx")
+        located = desk.lookup("aabb")
+        assert desk.reserve("cc").outcomes == outcome("N")
+        desk.assert_cache(ram="aa aabb ?xx")
+        desk.release(located)
+        assert desk.reserve("cc").outcomes == outcome("R")
+
+    def test_queries_that_are_held_keep_others_out_of_a_full_pool(self, make_desk, outcome):
+        """B310, B311: what KV gives back is no room beyond the share."""
+        desk = make_desk(slots=3, queries=1)
         for prompt in ("aa", "bb", "?xx"):
             desk.save(prompt)
         located = desk.lookup("?xx")
-        desk.save("cc")
-        desk.assert_cache(ram="bb cc ?xx")
+        assert desk.reserve("?yy").outcomes == outcome("N")
         assert desk.read(located) == [("?xx", 32)]
+        desk.assert_cache(ram="aa bb ?xx")
 
     def test_kv_that_hangs_on_a_query_holds_it(self, make_desk, outcome):
         """B311: whatever a client says of what it stores, no KV leaves for a query."""
@@ -177,7 +226,7 @@ class TestFromATier:
         adopt(desk, "?aa", "xx", "?bb", "?cc", "yy")
         desk.assert_cache(disk="xx yy ?bb ?cc")
         adopt(desk, "zz")
-        desk.assert_cache(disk="xx yy zz ?cc")
+        desk.assert_cache(disk="yy zz ?bb ?cc")
 
     def test_what_comes_up_counts(self, make_desk):
         """B313: of two chunks one fits; the other is a miss, and a later one as long as the first is held."""
@@ -191,15 +240,18 @@ class TestFromATier:
         assert desk.found("?cc") == 32
         desk.assert_cache(ram="?cc", disk="?aa ?aabb ?cc")
 
-    def test_no_kv_leaves_for_what_comes_up(self, make_desk):
-        """B311."""
-        desk = make_desk(slots=2, caps=[8], queries=2, tier_queries=8)
-        adopt(desk, "?aa")
-        desk.save("xx")
-        desk.save("yy")
-        assert desk.found("?aa") == 0
-        desk.assert_cache(ram="xx yy")
-        assert desk.found("xx") == 32
+    def test_kv_gives_back_what_it_has_borrowed_to_what_comes_up(self, make_desk):
+        """B311: and to what a scan finds; what is within its share stays."""
+        desk = make_desk(slots=2, caps=[3], queries=1, tier_queries=2)
+        for prompt in ("xx", "yy", "zz"):
+            desk.save(prompt)
+            desk.end_jobs()
+        adopt(desk, "?aa", "?bb", "?cc")
+        desk.assert_cache(ram="yy zz", disk="zz ?bb ?cc")
+        assert desk.found("?bb") == 32
+        desk.assert_cache(ram="zz ?bb", disk="zz ?bb ?cc")
+        assert desk.found("?cc") == 32
+        desk.assert_cache(ram="zz ?cc", disk="zz ?bb ?cc")
 
     def test_a_copy_of_another_kind_is_not_taken(self, make_desk):
         """B313: a key is of one kind as long as its chunk is somewhere."""

@@ -102,7 +102,7 @@ def media_rows(found: Status) -> list[tuple[str, ...]]:
             approximate_size(medium.used_bytes),
             approximate_size(medium.capacity_bytes),
             approximate_size(medium.query_used_bytes),
-            approximate_size(medium.query_quota_bytes),
+            approximate_size(medium.query_share_bytes),
             str(medium.num_chunks),
             "" if medium.is_healthy else "not working",
         )

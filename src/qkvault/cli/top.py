@@ -129,8 +129,8 @@ def _picture(tick: Tick) -> Group:
     for medium in status.media:
         note = "" if medium.is_healthy else "NOT WORKING"
         each = [(medium.name, medium.used_bytes, medium.capacity_bytes, f"{medium.num_chunks} chunks", note)]
-        if medium.query_quota_bytes:
-            each.append(("  queries", medium.query_used_bytes, medium.query_quota_bytes, "", ""))
+        if medium.query_share_bytes:
+            each.append(("  queries", medium.query_used_bytes, medium.query_share_bytes, "", ""))
         for name, used_bytes, most_bytes, *rest in each:
             share = used_bytes / most_bytes if most_bytes else 0.0
             size = f"{approximate_size(used_bytes)} of {approximate_size(most_bytes)}"

@@ -80,12 +80,17 @@ class Room:
         if offset is None and num_bytes > here.cap_bytes(kind):
             return None
         while offset is None:
-            excess_bytes = here.excess_bytes(kind, num_bytes)
-            wanted_bytes = max(excess_bytes, wanted_bytes)
+            wanted_bytes = max(here.excess_bytes(kind, num_bytes), wanted_bytes)
             victims = here.victims(
-                kind, self._index, wanted_bytes, is_here=_has_slot, is_held=_is_pinned, cost=_slot_bytes
+                kind,
+                num_bytes,
+                self._index,
+                wanted_bytes=wanted_bytes,
+                is_here=_has_slot,
+                is_held=_is_pinned,
+                cost=_slot_bytes,
             )
-            if not victims or sum(map(_slot_bytes, victims)) < excess_bytes:
+            if not victims:
                 return None  # it cannot be had: nobody leaves in vain
             for entry in victims:
                 self.take(entry)

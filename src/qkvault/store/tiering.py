@@ -227,23 +227,21 @@ class Tiering:
     def _make_room(self, book: TierBook, shape: Shape, parent: Entry | None) -> bool:
         # Evicts for a child of ``parent``, which therefore stays. Nobody leaves in vain.
         _, image_bytes, kind = shape
-        excess_bytes = book.residents.excess_bytes(kind, book.stored_bytes(image_bytes))
-        if excess_bytes <= 0:
+        num_bytes = book.stored_bytes(image_bytes)
+        if book.residents.excess_bytes(kind, num_bytes) <= 0:
             return True
         victims = book.residents.victims(
             kind,
+            num_bytes,
             self._index,
-            excess_bytes,
             is_here=book.holds,
             is_held=lambda e: e is parent or e.state is ChunkState.LOADING or e.key in book.storing,
             cost=lambda entry: book.stored_bytes(entry.image_bytes),
         )
-        if sum(book.stored_bytes(victim.image_bytes) for victim in victims) < excess_bytes:
-            return False
         for victim in victims:
             self._drop(book, victim.key)
             self._forget(book, victim, EVICTED)
-        return True
+        return bool(victims)
 
     def _drop(self, book: TierBook, key: bytes) -> None:
         book.deleting[key] = False

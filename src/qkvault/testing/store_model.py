@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from qkvault.events import StoreEvent
-from qkvault.image import Header, check_of, header_bytes_for, read_header, sketch_of, write_header
+from qkvault.image import Header, align_up, check_of, header_bytes_for, read_header, sketch_of, write_header
 from qkvault.types import HASH_BYTES, SPACE_BYTES, TOKEN_BYTES, CacheKind, ChunkKey, ChunkRef, NewChunk
 from qkvault.wire.messages import Located
 
@@ -113,9 +113,9 @@ def checks_of(chunks: Iterable[ModelChunk]) -> bytes:
 class StoreModel:
     """Judges a store. Every ``check`` raises AssertionError with what is wrong."""
 
-    def __init__(self, quotas: Mapping[str, int] | None = None) -> None:
-        """``quotas`` tell how many bytes of queries each medium may hold."""
-        self.quotas = dict(quotas or {})
+    def __init__(self, shares: Mapping[str, Mapping[CacheKind, int]] | None = None) -> None:
+        """``shares`` tell how many bytes of each kind a medium has room for, whatever there is of the other."""
+        self.shares = dict(shares or {})
         self.images: dict[bytes, ModelChunk] = {}  # what may be found now
         self.history: defaultdict[bytes, list[ModelChunk]] = defaultdict(list)  # what a lease may still give
         self.writing: dict[int, dict[bytes, ModelChunk]] = {}  # by write lease
@@ -161,13 +161,14 @@ class StoreModel:
         events: Iterable[StoreEvent],
         *,
         by: CacheKind | None = None,
-        is_held: Callable[[str, bytes], bool] = lambda _tier, _key: True,
+        kv_bytes: Callable[[str], int] = lambda _tier: 0,
     ) -> None:
         """Follow the store's events: a chunk comes before it leaves, and is not evicted before its children.
 
-        ``by`` is the kind of what wanted room, if that is known: no KV leaves for queries. ``is_held(tier, key)`` tells
-        which queries had to stay: all others leave before any KV.
+        ``by`` is the kind of what wanted room, if that is known: for KV no queries leave, and for queries no KV but
+        what is beyond its share. ``kv_bytes(tier)`` is how much KV is in use there now.
         """
+        last_bytes: dict[str, int] = {}  # of the last KV that left for queries
         for event in events:
             if not event.key:  # the reader was late, and is told everything anew
                 self.contents.clear()
@@ -179,18 +180,23 @@ class StoreModel:
                 here[event.key] = event.parent
             else:
                 del here[event.key]
-                if event.reason == "evicted" and kind_of(event.key) is CacheKind.KV:
-                    assert by is not CacheKind.QUERY, f"KV left for queries: {event}"
-                    idle = [key for key in here if kind_of(key) is CacheKind.QUERY and not is_held(event.tier, key)]
-                    assert not idle, f"KV left before queries: {event}"
-                assert event.reason != "evicted" or event.key not in here.values(), f"a head before its tail: {event}"
+                if event.reason != "evicted":
+                    continue
+                assert event.key not in here.values(), f"a head before its tail: {event}"
+                if kind_of(event.key) is CacheKind.QUERY:
+                    assert by is not CacheKind.KV, f"queries left for KV: {event}"
+                elif by is CacheKind.QUERY:
+                    last_bytes[event.tier] = align_up(self.history[event.key][-1].new().image_bytes)
+        for tier, num_bytes in last_bytes.items():
+            share_bytes = self.shares[tier][CacheKind.KV]
+            assert kv_bytes(tier) + num_bytes > share_bytes, f"{tier}: KV left for queries, and had borrowed nothing"
 
-    def check_quotas(self) -> None:
-        """No medium has more bytes of queries than it may."""
-        for tier, quota_bytes in self.quotas.items():
+    def check_shares(self) -> None:
+        """No medium has more bytes of queries than their share."""
+        for tier, shares in self.shares.items():
             queries = [self.history[key][-1] for key in self.contents[tier] if kind_of(key) is CacheKind.QUERY]
             used_bytes = sum(chunk.new().image_bytes for chunk in queries)
-            assert used_bytes <= quota_bytes, f"{tier}: {used_bytes} bytes of queries, {quota_bytes} are allowed"
+            assert used_bytes <= shares[CacheKind.QUERY], f"{tier}: {used_bytes} bytes of queries, of {shares}"
 
     def check_lookup(
         self,

@@ -134,7 +134,7 @@ class Release(Request, frozen=True):
 
 
 class Reserve(Request, frozen=True):
-    """Slots for new chunks. Answer: ``Reserved``. Queries have a quota, and no KV leaves for them."""
+    """Slots for new chunks. Answer: ``Reserved``. Queries have a share of their own."""
 
     chunks: Annotated[tuple[NewChunk, ...], Meta(max_length=MAX_CHUNKS)]
     kind: CacheKind = CacheKind.KV  # of all of them
@@ -292,7 +292,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     num_chunks: int
     is_healthy: bool
     query_used_bytes: int = 0  # of used_bytes, those of queries
-    query_quota_bytes: int = 0  # how many these may be
+    query_share_bytes: int = 0  # how many these may be
 
 
 class Status(Reply, frozen=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import psutil
 import torch
 
 from qkvault.capture.adapter import query_layout, query_space
@@ -14,6 +13,7 @@ from qkvault.capture.ring import ring_blocks_for, ring_bytes
 from qkvault.errors import ConfigError, Unavailable
 from qkvault.integrations.vllm.query_tap import QueryTap, attention_layers, slot_mapping_of
 from qkvault.logs import get_logger
+from qkvault.pool import available_memory
 from qkvault.spaces import SpaceDescription
 from qkvault.types import TRANSFER_QUERY
 
@@ -160,12 +160,11 @@ def _require_room(layout: ChunkLayout, num_blocks: int, device: torch.device) ->
     """Raise ConfigError unless the device has memory for the ring: vLLM has taken its own by now."""
     width, dtype = layout.num_heads * layout.head_size, getattr(torch, layout.dtype)
     num_bytes = ring_bytes(layout.num_layers, num_blocks, layout.block_size, width, dtype)
-    room_bytes = psutil.virtual_memory().available
-    if device.type == "cuda":
-        room_bytes = torch.cuda.mem_get_info(device)[0]
+    is_cuda = device.type == "cuda"
+    room_bytes, where = (torch.cuda.mem_get_info(device)[0], f"on {device}") if is_cuda else available_memory()
     if num_bytes > room_bytes:
         msg = (
-            f"the ring of queries needs {num_bytes} bytes on {device.type}, {room_bytes} are free: make q_ring_blocks "
+            f"the ring of queries needs {num_bytes} bytes, {room_bytes} are free {where}: make q_ring_blocks "
             f"(now {num_blocks}) smaller, capture fewer q_layers, or leave it room by a lower --gpu-memory-utilization"
         )
         raise ConfigError(msg)
