@@ -120,12 +120,14 @@ def test_a_ring_that_is_too_small_loses_chunks_and_says_so(
 
 @pytest.mark.parametrize("options", LAYOUTS)
 def test_a_store_that_is_always_full_costs_chunks_only(query_engine, new_traffic, verify, options):
-    """B353: queries and KV that drive each other out: what is found is right, and every ring block comes back."""
+    """B311, B353: what is found is right, every ring block comes back, and both kinds are there at the end."""
     engine = query_engine(
         num_blocks=48, settings={"qkvault.ram_bytes": 200 << 10, "qkvault.query_bytes": 100 << 10}, **options
     )
     new_traffic(engine, 23, num_requests=40).run()
-    assert engine.status().counters["removed.ram.evicted"] > 20
+    status = engine.status()
+    assert status.counters["removed.ram.evicted"] > 20
+    assert 0 < status.media[0].query_used_bytes < status.media[0].used_bytes
     verify(engine)
 
 
