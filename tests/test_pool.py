@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from qkvault import pool as pool_module
 from qkvault.errors import ConfigError, InvariantError
-from qkvault.image import ALIGNMENT_BYTES
+from qkvault.image import ALIGNMENT_BYTES, align_up
 from qkvault.pool import AttachedPool, Pool, cgroup_limit_bytes
 
 MIB = 1 << 20
@@ -60,6 +60,61 @@ def test_slots_never_overlap_and_all_of_the_pool_comes_back(operations, chance):
         pool.free(offset)
     assert pool.largest_free_bytes == pool.free_bytes == pool.capacity_bytes
     pool.check()
+    pool.close()
+
+
+@given(st.lists(st.tuples(st.sampled_from("afg"), st.integers(1, 30 * ALIGNMENT_BYTES)), max_size=120), st.randoms())
+@settings(max_examples=200)
+def test_slots_that_are_moved_together_keep_their_bytes(operations, chance):
+    """B385: what may not move stays, what moves is whole, and less is copied than was asked for."""
+    pool = make_pool(60 * ALIGNMENT_BYTES)
+    live: dict[int, bytes] = {}  # offset to what was written there
+    moved: dict[int, int] = {}
+
+    def is_movable(offset):
+        return offset not in fixed
+
+    def move(offset, new_offset, num_bytes):
+        pool.view(new_offset, num_bytes)[:] = pool.view(offset, num_bytes)
+        pool.view(offset, num_bytes)[:] = bytes(num_bytes)
+        moved[offset] = num_bytes
+        live[new_offset] = live.pop(offset)
+
+    fixed: set[int] = set()
+    for number, (act, num_bytes) in enumerate(operations):
+        if act == "f" and live:
+            offset = chance.choice(list(live))
+            pool.free(offset)
+            del live[offset]
+            continue
+        fixed = {offset for offset in live if chance.random() < 0.3}
+        moved.clear()
+        had = pool.largest_free_bytes
+        offset = pool.allocate(num_bytes) if act == "a" else pool.gather(num_bytes, is_movable, move)
+        assert not fixed & moved.keys()
+        assert sum(moved.values()) < align_up(num_bytes)
+        assert offset is not None or not moved
+        assert offset is not None or had < align_up(num_bytes)
+        if offset is not None:
+            live[offset] = number.to_bytes(2, "little") * (align_up(num_bytes) // 2)
+            pool.view(offset, len(live[offset]))[:] = live[offset]
+        assert all(bytes(pool.view(at, len(written))) == written for at, written in live.items())
+        assert pool.slots == {at: len(written) for at, written in live.items()}
+        pool.check()
+    pool.close()
+
+
+def test_of_all_windows_the_one_with_the_fewest_bytes_is_emptied():
+    """B385."""
+    pool = make_pool(12 * ALIGNMENT_BYTES)
+    whole = [pool.allocate(ALIGNMENT_BYTES) for _ in range(12)]
+    for slot in sorted(whole)[0:12:3]:  # free: 0, 3, 6, 9, 10
+        pool.free(slot)
+    pool.free(10 * ALIGNMENT_BYTES)
+    moves = []
+    offset = pool.gather(3 * ALIGNMENT_BYTES, lambda _: True, lambda *move: moves.append(move))
+    assert offset == 9 * ALIGNMENT_BYTES
+    assert [(old, size) for old, _, size in moves] == [(11 * ALIGNMENT_BYTES, ALIGNMENT_BYTES)]
     pool.close()
 
 

@@ -1,8 +1,9 @@
 """The pool: one mapping of memory, cut into slots on demand. Everything that is cached in RAM lies in it.
 
 An offset allocator with exact sizes: free runs are binned by size (best fit), neighbours merge when freed. Large slots
-grow from the bottom and small ones (prompt tails) from the top, so that the two do not cut each other up. Not
-thread-safe: the store's thread owns the allocator; anybody may read or write the bytes of a slot he has a lease on.
+grow from the bottom and small ones (prompt tails) from the top, so that the two do not cut each other up. Where that is
+not enough, slots are moved. Not thread-safe: the store's thread owns the allocator; anybody may read or write the bytes
+of a slot he has a lease on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import contextlib
 import errno
 import mmap
 import os
+from collections.abc import Callable
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +28,8 @@ STEP_BYTES: Final = 64 << 20  # populated at a time, some 10-50 ms: madvise keep
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not yet in the mmap module
 _MADV_POPULATE_WRITE: Final = 23
 _UNLIMITED_BYTES: Final = 1 << 60  # the kernel writes a number near 2**63 where there is no limit
+_NUM_STARTS: Final = 32  # free runs from which a window is looked for, the longest ones
+_NUM_WINDOWS: Final = 8  # of those found this way that are tried, the ones with the fewest bytes in slots
 _ROOT: Final = Path("/")
 
 
@@ -114,15 +119,23 @@ class Pool:
             raise InvariantError(msg)
         self._pages[page] = 0
         self.used_bytes -= size
-        start, end = offset, offset + size
-        if (before := self._free_end.get(start)) is not None:
-            self._remove_free(before, start - before)
-            start = before
-        if (after_bytes := self._free_start.get(end)) is not None:
-            self._remove_free(end, after_bytes)
-            end += after_bytes
-        self._add_free(start, end - start)
+        self._release(offset, offset + size)
         return size
+
+    def gather(
+        self, num_bytes: int, is_movable: Callable[[int], bool], move: Callable[[int, int, int], None]
+    ) -> int | None:
+        """As ``allocate``, after moving slots away from between free runs, as few bytes as there need to be.
+
+        ``is_movable(offset)`` tells of which slots; ``move(offset, new_offset, num_bytes)`` copies one. None, and
+        nothing has moved, if no window of ``num_bytes`` can be emptied. What is copied is less than ``num_bytes``.
+        """
+        size = align_up(num_bytes)
+        starts = islice(chain.from_iterable(self._bins[size] for size in reversed(self._bin_sizes)), _NUM_STARTS)
+        windows = [window for start in starts if (window := self._window(start, size, is_movable))]
+        windows.sort(key=lambda window: sum(window[1].values()))
+        is_free = any(self._empty(*window, move) for window in windows[:_NUM_WINDOWS])
+        return self.allocate(num_bytes) if is_free else None
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """The bytes ``[offset, offset + num_bytes)``. The caller holds a lease on the slot there."""
@@ -183,6 +196,51 @@ class Pool:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+    def _window(
+        self, start: int, size: int, is_movable: Callable[[int], bool]
+    ) -> tuple[dict[int, int], dict[int, int]] | None:
+        # The free runs, and the slots between them, that begin with the run at start and are at least size together.
+        runs: dict[int, int] = {}
+        slots: dict[int, int] = {}
+        end = start
+        while end - start < size:
+            if (run_bytes := self._free_start.get(end)) is not None:
+                runs[end] = run_bytes
+                end += run_bytes
+            elif end < self.capacity_bytes and is_movable(end):
+                slots[end] = self._pages[end // ALIGNMENT_BYTES] * ALIGNMENT_BYTES
+                end += slots[end]
+            else:
+                return None
+        return runs, slots
+
+    def _empty(self, runs: dict[int, int], slots: dict[int, int], move: Callable[[int, int, int], None]) -> bool:
+        # Make one free run of a window, if there are places outside for all its slots.
+        for run, run_bytes in runs.items():
+            self._remove_free(run, run_bytes)
+        places: dict[int, int] = {}  # slot -> where it goes
+        for slot, slot_bytes in sorted(slots.items(), key=lambda item: -item[1]):
+            if (place := self.allocate(slot_bytes)) is None:
+                break
+            places[slot] = place
+        is_possible = len(places) == len(slots)
+        for slot, place in places.items():
+            if is_possible:
+                move(slot, place, slots[slot])
+            self.free(slot if is_possible else place)
+        for run, run_bytes in runs.items():
+            self._release(run, run + run_bytes)
+        return is_possible
+
+    def _release(self, start: int, end: int) -> None:
+        if (before := self._free_end.get(start)) is not None:
+            self._remove_free(before, start - before)
+            start = before
+        if (after_bytes := self._free_start.get(end)) is not None:
+            self._remove_free(end, after_bytes)
+            end += after_bytes
+        self._add_free(start, end - start)
 
     def _add_free(self, offset: int, size: int) -> None:
         self._free_start[offset] = size

@@ -138,11 +138,14 @@ MUTATIONS = {
         "self.bytes_of[kind] - self.query_bytes)",
         "self.bytes_of[kind] - self.query_bytes - num_bytes)",
     ),
-    "queries take free slots beyond their share": (
+    "a slot that is held is moved": (ROOM, "or entry.offset != offset or entry.pins:", "or entry.offset != offset:"),
+    "a slot is moved by a header that is not its own": (
         ROOM,
-        "self.pool.allocate if kind is _KV else self._allocate_query",
-        "self.pool.allocate",
+        "or entry.offset != offset or entry.pins",
+        "or entry.pins",
     ),
+    "a slot that has moved leaves its header": (ROOM, "            wipe_header(old)", "            pass"),
+    "more leave before slots are moved": (ROOM, "self.pool.gather(num_bytes, is_movable, move)", "None"),
     "a late writer's slots count as KV": (
         MANAGER,
         "slots.append((entry.offset, entry.kind))",

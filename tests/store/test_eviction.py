@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from qkvault.image import key_in
+from qkvault.testing.store_model import ROOT
 from qkvault.types import CacheKind, Outcome
 
 
@@ -19,16 +21,96 @@ def test_eviction_is_on_demand_and_to_the_byte(make_desk):
     assert desk.counters.removed == {("ram", "evicted"): 1}
 
 
+def double_of(desk, prompt):
+    """What would store ``prompt`` in two slots instead of one."""
+    return msgspec.structs.replace(desk.chunks(prompt)[0].new(), image_bytes=2 * 8192)
+
+
+def forget(desk, prompt):
+    desk.store.forget(ROOT, desk.chunks(prompt)[0].key)
+
+
 def test_what_is_free_counts_towards_what_is_needed(make_desk):
-    """Only the difference is evicted, and no more than makes one run with it."""
+    """Only the difference is evicted."""
     desk = make_desk(slots=4)
     for prompt in ("aa", "bb", "cc"):
         desk.save(prompt)
-    double = msgspec.structs.replace(desk.chunks("ee")[0].new(), image_bytes=2 * 8192)
-    reserved = desk.store.reserve(1, [double], 0.0)
+    reserved = desk.store.reserve(1, [double_of(desk, "ee")], 0.0)
     assert reserved.outcomes == (Outcome.RESERVED,)
-    desk.assert_cache(ram="cc")
+    desk.assert_cache(ram="bb cc")
     desk.store.abort(1, reserved.lease_id)
+    assert desk.found("bb") == desk.found("cc") == 32
+
+
+def test_slots_that_do_not_lie_together_are_moved_and_nobody_leaves(make_desk):
+    """B385: what was moved is found as it was, and somebody whose lease ran out sees that its old slot is not it."""
+    desk = make_desk(slots=8, lease_seconds=10.0)
+    for letter in "abcdefgh":
+        desk.save(letter * 2)
+    late = [ref for letter in "bdfh" for ref in desk.lookup(letter * 2).ready]
+    desk.clock.advance(11.0)
+    desk.store.expire(desk.clock())
+    for letter in "aceg":
+        forget(desk, letter * 2)
+    reserved = desk.store.reserve(1, [double_of(desk, "xx"), double_of(desk, "yy")], desk.clock())
+    assert reserved.outcomes == (Outcome.RESERVED, Outcome.RESERVED)
+    desk.assert_cache(ram="bb dd ff hh")
+    for prompt in ("bb", "dd", "ff", "hh"):
+        assert desk.found(prompt) == 32
+    here = {entry.key: entry.offset for entry in desk.store.index}
+    moved = [ref for ref in late if here[ref.key] != ref.offset]
+    assert moved
+    assert all(key_in(desk.pool.view(ref.offset, ref.image_bytes)) != ref.key for ref in moved)
+    desk.store.abort(1, reserved.lease_id)
+
+
+def test_what_is_held_or_written_is_not_moved(make_desk, outcome):
+    """B385: it lies where its lease says; room is made of others."""
+    desk = make_desk(slots=6)
+    for letter in "abcdef":
+        desk.save(letter * 2)
+    for letter in "bdf":
+        forget(desk, letter * 2)
+    located = desk.lookup("cc")
+    writing = desk.reserve("bb")
+    assert desk.store.reserve(1, [double_of(desk, "xx")], 0.0).outcomes == outcome("R")
+    assert desk.read(located) == [("cc", 32)]
+    assert desk.store.commit(1, writing.lease_id) == 1
+    assert desk.found("bb") == 32
+
+
+def test_a_late_writer_s_slot_is_not_moved_whatever_he_writes_there(make_desk, outcome):
+    """B385: also a chunk that somebody else has stored meanwhile."""
+    desk = make_desk(slots=5, lease_seconds=10.0)
+    desk.save("zz")
+    late = desk.reserve("aa")
+    desk.clock.advance(11.0)
+    desk.store.expire(desk.clock())
+    for prompt in ("aa", "bb"):
+        desk.save(prompt, session=2)
+    chunk = desk.chunks("aa")[0]
+    chunk.write(desk.pool.view(late.offsets[0], chunk.new().image_bytes))
+    forget(desk, "zz")
+    assert desk.store.reserve(2, [double_of(desk, "xx")], desk.clock()).outcomes == outcome("R")
+    desk.settle()
+    desk.assert_cache(ram="bb")
+    assert desk.store.commit(1, late.lease_id) == 0
+
+
+def test_where_slots_cannot_be_moved_together_more_leave(make_desk, outcome):
+    """B385: as many as make a run between those that are held, and none if there is none."""
+    desk = make_desk(slots=6)
+    for letter in "abcdef":
+        desk.save(letter * 2)
+    located = [desk.lookup(letter * 2) for letter in "bd"]
+    for letter in "ac":
+        forget(desk, letter * 2)
+    assert desk.store.reserve(1, [double_of(desk, "xx")], 0.0).outcomes == outcome("R")
+    held = desk.lookup("ff")
+    desk.assert_cache(ram="bb dd ff" if held.lease_id else "bb dd")
+    triple = msgspec.structs.replace(desk.chunks("yy")[0].new(), image_bytes=3 * 8192)
+    assert desk.store.reserve(1, [triple], 0.0).outcomes == outcome("N")
+    assert [desk.read(each) for each in located] == [[("bb", 32)], [("dd", 32)]]
 
 
 def test_loads_evict_too(make_desk):
@@ -144,20 +226,6 @@ def test_a_long_chain_that_is_held_is_passed_over_quickly(make_desk):
     assert held.lease_id
     assert len(visits) < 3 * len(policy)
     desk.store.index.get = original
-
-
-def test_fragments_are_joined_by_evicting_more(make_desk):
-    """Where what was freed does not lie together more leaves, until a run is long enough."""
-    desk = make_desk(slots=8)
-    for letter in "abcdefgh":
-        desk.save(letter * 2)
-    for letter in "aceg":
-        desk.use(letter * 2)
-    triple = msgspec.structs.replace(desk.chunks("xx")[0].new(), image_bytes=3 * 8192)
-    reserved = desk.store.reserve(1, [triple], 0.0)
-    assert reserved.outcomes == (Outcome.RESERVED,)
-    desk.store.abort(1, reserved.lease_id)
-    desk.settle()
 
 
 def test_the_same_prompt_again_in_a_tiny_pool(make_desk):

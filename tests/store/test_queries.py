@@ -166,12 +166,17 @@ class TestHeld:
         desk.release(located)
 
     def test_kv_within_its_share_stays_where_free_slots_do_not_lie_together(self, make_desk, outcome):
-        """B311: two slots side by side would take a chunk of KV."""
+        """B311: two slots side by side would take a chunk of KV, where the others are held."""
         desk = make_desk(slots=6, queries=3)
         for prompt in ("aa", "?xx", "bb", "?yy", "cc", "?zz"):
             desk.save(prompt)
+        held = [desk.lookup("bb"), desk.lookup("cc")]
         double = msgspec.structs.replace(desk.chunks("?dd")[0].new(), image_bytes=2 * 8192)
         assert desk.store.reserve(1, [double], 0.0, kind=CacheKind.QUERY).outcomes == outcome("N")
+        desk.assert_cache(ram="aa bb cc")
+        for located in held:
+            desk.release(located)
+        assert desk.store.reserve(1, [double], 0.0, kind=CacheKind.QUERY).outcomes == outcome("R")
         desk.assert_cache(ram="aa bb cc")
 
     def test_queries_stay_where_kv_is_held(self, make_desk, outcome):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from qkvault.image import ALIGNMENT_BYTES, PREFIX_BYTES, align_up, wipe_header
+from qkvault.image import ALIGNMENT_BYTES, PREFIX_BYTES, align_up, key_in, wipe_header
 from qkvault.pool import Pool
 from qkvault.store.index import NOWHERE, Entry, Index
 from qkvault.store.residents import Residents
 from qkvault.types import CacheKind, ChunkState
 
-_KV: Final = CacheKind.KV  # a member of an enumeration takes ten times as long to look up
-_ABSENT: Final = ChunkState.ABSENT
+_ABSENT: Final = ChunkState.ABSENT  # a member of an enumeration takes ten times as long to look up
 
 
 class Room:
@@ -75,12 +74,13 @@ class Room:
 
     def _allocate(self, kind: CacheKind, num_bytes: int) -> int | None:
         here, wanted_bytes = self.residents, ALIGNMENT_BYTES
-        allocate = self.pool.allocate if kind is _KV else self._allocate_query  # KV may have all of the pool
-        offset = allocate(num_bytes)
-        if offset is None and num_bytes > here.cap_bytes(kind):
+        if num_bytes > here.cap_bytes(kind):
             return None
-        while offset is None:
-            wanted_bytes = max(here.excess_bytes(kind, num_bytes), wanted_bytes)
+        while True:
+            excess_bytes = here.excess_bytes(kind, num_bytes)
+            if excess_bytes <= 0 and (offset := self._find(num_bytes)) is not None:
+                return offset
+            wanted_bytes = max(excess_bytes, wanted_bytes)
             victims = here.victims(
                 kind,
                 num_bytes,
@@ -95,14 +95,28 @@ class Room:
             for entry in victims:
                 self.take(entry)
                 self._on_evicted(entry)
-                if (offset := allocate(num_bytes)) is not None:
-                    break
-            wanted_bytes *= 2  # what was freed did not lie together: free more
-        return offset
+            wanted_bytes *= 2  # what is held lies between: free more
 
-    def _allocate_query(self, num_bytes: int) -> int | None:
-        is_over = self.residents.excess_bytes(CacheKind.QUERY, num_bytes) > 0
-        return None if is_over else self.pool.allocate(num_bytes)
+    def _find(self, num_bytes: int) -> int | None:
+        # A slot for so many bytes, of which there are enough: one that is free, or that is made free by moving others.
+        if (offset := self.pool.allocate(num_bytes)) is not None:
+            return offset
+        owners: dict[int, Entry] = {}
+
+        def is_movable(offset: int) -> bool:
+            entry = self._index.get(key_in(self.pool.view(offset, PREFIX_BYTES)))  # no key while somebody is writing
+            if entry is None or entry.offset != offset or entry.pins:
+                return False
+            owners[offset] = entry
+            return True
+
+        def move(offset: int, new_offset: int, num_bytes: int) -> None:
+            old = self.pool.view(offset, num_bytes)
+            self.pool.view(new_offset, num_bytes)[:] = old
+            wipe_header(old)  # readers whose lease ran out see that it is gone
+            owners[offset].offset = new_offset
+
+        return self.pool.gather(num_bytes, is_movable, move)
 
 
 def _has_slot(entry: Entry) -> bool:
