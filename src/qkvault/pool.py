@@ -28,7 +28,7 @@ STEP_BYTES: Final = 64 << 20  # populated at a time, some 10-50 ms: madvise keep
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not yet in the mmap module
 _MADV_POPULATE_WRITE: Final = 23
 _UNLIMITED_BYTES: Final = 1 << 60  # the kernel writes a number near 2**63 where there is no limit
-_NUM_STARTS: Final = 32  # free runs from which a window is looked for, the longest ones
+_NUM_STARTS: Final = 16  # free runs from which a window is looked for, the longest ones
 _NUM_WINDOWS: Final = 8  # of those found this way that are tried, the ones with the fewest bytes in slots
 _ROOT: Final = Path("/")
 
