@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from qkvault import pool as pool_module
 from qkvault.errors import ConfigError, InvariantError
 from qkvault.image import ALIGNMENT_BYTES, align_up
-from qkvault.pool import AttachedPool, Pool, cgroup_limit_bytes
+from qkvault.pool import AttachedPool, Pool, cgroup_memory
 
 MIB = 1 << 20
 NAME = "qkvault-test"
@@ -218,30 +218,55 @@ def write(path, text):
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "files", "limit_bytes"),
+    ("cgroup", "files", "memory"),
     [
         ("0::/\n", {}, None),
         ("0::/\n", {"memory.max": "max"}, None),
-        ("0::/\n", {"memory.max": "4096"}, 4096),
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "8192", "memory.max": "max"}, 8192),
-        ("0::/a/b\n", {"a/b/memory.max": "4096", "a/memory.max": "8192"}, 4096),
-        ("0::/elsewhere\n", {"memory.max": "4096"}, 4096),
-        ("5:cpu,cpuacct:/\n4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "4096"}, 4096),
-        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "4096"}, 4096),
+        ("0::/\n", {"memory.max": "4096"}, (4096, 4096)),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "8192", "memory.max": "max"}, (8192, 8192)),
+        ("0::/a/b\n", {"a/b/memory.max": "4096", "a/memory.max": "8192"}, (4096, 4096)),
+        ("0::/elsewhere\n", {"memory.max": "4096"}, (4096, 4096)),
+        ("5:cpu,cpuacct:/\n4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "4096"}, (4096, 4096)),
+        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "4096"}, (4096, 4096)),
         ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("0::/a\n", {"a/memory.max": "9000", "a/memory.current": "5000\n"}, (4000, 9000)),
+        (
+            "0::/a\n",
+            {"a/memory.max": "9000", "a/memory.current": "5000", "a/memory.stat": "anon 1\ninactive_file 3000\n"},
+            (7000, 9000),
+        ),
+        (
+            "0::/a/b\n",
+            {
+                "a/b/memory.max": "9000",
+                "a/b/memory.current": "10",
+                "a/memory.max": "90000",
+                "a/memory.current": "89000",
+            },
+            (1000, 90000),
+        ),
+        (
+            "4:memory:/a\n",
+            {
+                "memory/a/memory.limit_in_bytes": "9000",
+                "memory/a/memory.usage_in_bytes": "9100",
+                "memory/a/memory.stat": "inactive_file 7\ntotal_inactive_file 50",
+            },
+            (0, 9000),
+        ),
     ],
 )
-def test_the_tightest_limit_of_all_groups_counts(tmp_path, cgroup, files, limit_bytes):
-    """Both versions of control groups are read, with the limits of the groups above, as far as they can be seen."""
+def test_the_group_that_leaves_the_least_counts(tmp_path, cgroup, files, memory):
+    """B334: both versions, the groups above too, as far as they can be seen; what is in use is not to be had."""
     write(tmp_path / "proc/self/cgroup", cgroup)
     for name, text in files.items():
         write(tmp_path / f"sys/fs/cgroup/{name}", text)
-    assert cgroup_limit_bytes(tmp_path) == limit_bytes
+    assert cgroup_memory(tmp_path) == memory
 
 
 def test_a_machine_without_control_groups_has_no_limit(tmp_path):
     """What cannot be read is no limit."""
-    assert cgroup_limit_bytes(tmp_path) is None
+    assert cgroup_memory(tmp_path) is None
 
 
 def test_a_container_s_limit_counts_as_memory(tmp_path, monkeypatch):
@@ -251,6 +276,9 @@ def test_a_container_s_limit_counts_as_memory(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=f"{8 * MIB} are available in this control group"):
         Pool(9 * MIB)
     Pool(7 * MIB).close()
+    write(tmp_path / "sys/fs/cgroup/a.service/memory.current", f"{2 * MIB}")
+    with pytest.raises(ConfigError, match=f"{6 * MIB} are available in this control group"):
+        Pool(7 * MIB)
 
 
 @pytest.mark.parametrize("name", [None, NAME])
@@ -325,6 +353,18 @@ def test_only_the_owner_may_open_a_shared_pool():
     pool = Pool(MIB, name=NAME)
     assert os.fstat(pool.descriptor).st_mode & 0o777 == 0o600
     assert not os.get_inheritable(pool.descriptor)
+    pool.close()
+
+
+@pytest.mark.parametrize("size", [0, 3 * MIB])
+def test_whoever_maps_the_pool_cannot_change_its_size(size):
+    """B386: a page that goes kills whoever touches it."""
+    pool = Pool(2 * MIB, name=NAME, prefault=False)
+    descriptor = os.dup(pool.descriptor)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, size)
+    os.close(descriptor)
+    pool.view(2 * MIB - 1, 1)[:] = b"x"
     pool.close()
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import psutil
@@ -27,6 +28,8 @@ from qkvault.image import ALIGNMENT_BYTES, align_up
 STEP_BYTES: Final = 64 << 20  # populated at a time, some 10-50 ms: madvise keeps the interpreter to itself
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not yet in the mmap module
 _MADV_POPULATE_WRITE: Final = 23
+# Whoever maps the pool may write to it, and may not take pages away from under the others.
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _UNLIMITED_BYTES: Final = 1 << 60  # the kernel writes a number near 2**63 where there is no limit
 _NUM_STARTS: Final = 16  # free runs from which a window is looked for, the longest ones
 _NUM_WINDOWS: Final = 8  # of those found this way that are tried, the ones with the fewest bytes in slots
@@ -182,9 +185,10 @@ class Pool:
         if name is None:
             mapping = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+            self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.fchmod(self._descriptor, 0o600)
             os.ftruncate(self._descriptor, self.capacity_bytes)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
             mapping = mmap.mmap(self._descriptor, self.capacity_bytes)
         with contextlib.suppress(OSError):  # a kernel without huge pages; with them, a tenth of the faults' time
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -325,33 +329,49 @@ def _require_available(num_bytes: int) -> None:
 def available_memory() -> tuple[int, str]:
     """Bytes of memory that can be had without swapping and within the container's limit, and which of both that is."""
     limits = [(int(psutil.virtual_memory().available), "on this machine")]
-    if (limit_bytes := cgroup_limit_bytes(_ROOT)) is not None:
-        limits.append((limit_bytes, "in this control group"))
+    if (group := cgroup_memory(_ROOT)) is not None:
+        limits.append((group.available_bytes, "in this control group"))
     return min(limits)
 
 
-def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
-    """The tightest memory limit of the control groups that this process is in (version 1 or 2); None without one.
+class GroupMemory(NamedTuple):
+    """What a control group may use, and how much of that it can still have."""
+
+    available_bytes: int
+    limit_bytes: int
+
+
+def cgroup_memory(root: Path = _ROOT) -> GroupMemory | None:
+    """Of the control groups that this process is in (version 1 or 2) the one that leaves the least; None without limit.
 
     ``root`` holds proc and sys.
     """
-    limits = []
+    groups = []
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, name = root / "sys/fs/cgroup", "memory.max"
+            top, limit, used, idle = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            top, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            idle = "total_inactive_file"
         else:
             continue
         # In a container the group's own path is often not mounted, while its limit is that of the top.
-        at = top / group.lstrip("/")
+        at = top / path.lstrip("/")
         for folder in (at, *at.parents):
-            limits.append(_read(folder / name).strip())
+            limit_bytes = _number(_read(folder / limit))
+            if 0 < limit_bytes < _UNLIMITED_BYTES:
+                stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
+                # What files have left in memory goes when something else needs it.
+                taken_bytes = max(0, _number(_read(folder / used)) - _number(stat.get(idle, "")))
+                groups.append(GroupMemory(max(0, limit_bytes - taken_bytes), limit_bytes))
             if folder == top:
                 break
-    numbers = [int(limit) for limit in limits if limit.isdecimal()]
-    return min((number for number in numbers if number < _UNLIMITED_BYTES), default=None)
+    return min(groups, default=None)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.strip().isdecimal() else 0
 
 
 def _read(path: Path) -> str:

@@ -98,7 +98,7 @@ def test_a_pool_that_cannot_fit_is_a_problem(machine, monkeypatch):
 def test_the_limit_of_the_container_counts(machine):
     """The pool has to fit the container, not only the machine."""
     machine.write("sys/fs/cgroup/memory.max", f"{4 * GIB}\n")
-    assert find(machine, "memory limit (cgroup)").value == "4.0 GiB"
+    assert find(machine, "memory limit (cgroup)").value == "4.0 GiB, 4.0 GiB available"
     assert find(machine, "ram_bytes").verdict == "problem"
     assert find(machine, "ram_bytes").advice.endswith("below 4.0 GiB")
 

@@ -100,16 +100,20 @@ def _version_of(distribution: str) -> str | None:
 
 def _memory(config: Config, root: Path) -> Iterator[Finding]:
     """RAM, the limit of the container, and whether the pool fits."""
-    from qkvault.pool import cgroup_limit_bytes
+    from qkvault.pool import cgroup_memory
 
     memory = _meminfo(root)
     total_bytes, available_bytes = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
     yield Finding("RAM", f"{approximate_size(total_bytes)}, {approximate_size(available_bytes)} available")
-    limit_bytes = cgroup_limit_bytes(root)
-    yield Finding("memory limit (cgroup)", "none" if limit_bytes is None else approximate_size(limit_bytes))
+    group = cgroup_memory(root)
+    told = "none"
+    if group is not None:
+        told = f"{approximate_size(group.limit_bytes)}, {approximate_size(group.available_bytes)} available"
+        available_bytes = min(available_bytes, group.available_bytes)
+    yield Finding("memory limit (cgroup)", told)
     if config.address is not None:
         return  # the pool is the server's
-    most_bytes = min(total_bytes, limit_bytes or total_bytes)
+    most_bytes = min(total_bytes, group.limit_bytes if group else total_bytes)
     verdict: Verdict = "ok"
     advice = ""
     if config.ram_bytes > most_bytes:
