@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from qkvault import publisher as publishing
+from qkvault.address import is_local_endpoint
 from qkvault.config import Config, load
 from qkvault.embedded import EmbeddedStore
 from qkvault.errors import ConfigError
@@ -457,10 +458,35 @@ def test_an_endpoint_that_cannot_be_is_refused_at_start(config, field, endpoint)
         socket = context.socket(zmq.PUB)
         socket.bind(ANYWHERE)
         taken = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        wrong = msgspec.structs.replace(config, **{field: taken if endpoint == "taken" else endpoint})
+        wrong = msgspec.structs.replace(config, insecure=True, **{field: taken if endpoint == "taken" else endpoint})
         with pytest.raises(ConfigError, match="events cannot be published"):
             EmbeddedStore(wrong)
         socket.close(linger=0)
+
+
+@pytest.mark.parametrize("field", ["events_endpoint", "events_replay_endpoint"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://0.0.0.0:0", "tcp://*:5557", "tcp://[::]:0", "tcp://eth0:1", "ws://127.0.0.1:1"]
+)
+def test_tokens_are_not_told_to_other_machines(config, field, endpoint):
+    """B387: unless it is said that they may be."""
+    with pytest.raises(ConfigError, match=f"{field}=.*set insecure if all of that network may know"):
+        EmbeddedStore(msgspec.structs.replace(config, **{field: endpoint}))
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:*", "tcp://localhost:*", "tcp://[::1]:5557", "ipc:///a/b", "", "x"]
+)
+def test_an_endpoint_of_this_machine_is_local(endpoint):
+    """B387: what is no endpoint at all is for ZeroMQ to refuse."""
+    assert is_local_endpoint(endpoint)
+
+
+def test_whoever_is_told_to_publishes_to_other_machines(config):
+    """B387."""
+    open_to_all = msgspec.structs.replace(config, insecure=True, events_endpoint="tcp://0.0.0.0:*")
+    with closing(EmbeddedStore(open_to_all)) as store:
+        assert store._publisher.endpoint.startswith("tcp://0.0.0.0:")
 
 
 def test_without_an_endpoint_nothing_is_imported_or_kept(silent):

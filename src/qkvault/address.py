@@ -46,6 +46,14 @@ class Address(NamedTuple):
         return f"{TCP_SCHEME}{host}:{self.port}"
 
 
+def is_local_endpoint(endpoint: str) -> bool:
+    """Whether no other machine reaches a ZeroMQ endpoint: a file, of this process, on loopback, or none at all."""
+    scheme, separator, rest = endpoint.partition("://")
+    if f"{scheme}://" == TCP_SCHEME:
+        return Address(host=rest.rpartition(":")[0].strip("[]")).is_local
+    return not separator or scheme in ("ipc", "inproc")
+
+
 def parse_address(text: str) -> Address:
     """Read an address. Port 0 is for a server that lets the system choose. Raises ConfigError."""
     if text.startswith(UNIX_SCHEME):

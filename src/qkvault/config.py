@@ -152,7 +152,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     tls_key_path: Annotated[str | None, Meta(description="Its private key.")] = None
     insecure: Annotated[
-        bool, Meta(description="Let `qkvault serve` listen where other machines reach it without TLS and a token.")
+        bool,
+        Meta(
+            description="Let `qkvault serve` listen where other machines reach it without TLS and a token, and publish "
+            "KV events there."
+        ),
     ] = False
     reap_timeout_seconds: Annotated[
         float, Meta(gt=0, description="An engine that is silent for that long is taken off the server's register.")

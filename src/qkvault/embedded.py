@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 import qkvault
+from qkvault.address import is_local_endpoint
 from qkvault.client import StoreClient
 from qkvault.config import Config
 from qkvault.connecting import socket_address
@@ -135,9 +136,20 @@ def release(store: EmbeddedStore) -> None:
 
 
 def publish(config: Config, driver: StoreDriver) -> Publisher | None:
-    """The publisher that the settings ask for, if they do. To be closed before the driver. Raises ConfigError."""
+    """The publisher that the settings ask for, if they do. To be closed before the driver.
+
+    Raises ConfigError, also for an endpoint that other machines reach: events tell the tokens of prompts.
+    """
     if not config.events_endpoint:
         return None
+    for setting in ("events_endpoint", "events_replay_endpoint"):
+        endpoint = getattr(config, setting)
+        if not (config.insecure or is_local_endpoint(endpoint)):
+            msg = (
+                f"{setting}={endpoint!r}: other machines reach it, and events tell the tokens of prompts to whoever "
+                "asks. Publish at tcp://127.0.0.1:PORT or ipc:///path, or set insecure if all of that network may know"
+            )
+            raise ConfigError(msg)
     try:
         from qkvault.publisher import Publisher  # only when it is chosen
     except ImportError as error:

@@ -70,15 +70,25 @@ class Write(NamedTuple):
     slots: dict  # key to (chunk, offset)
 
 
+class SlowManager(StorageManager):
+    """Lets go of few chunks at a time, as of many in a large cache."""
+
+    slice_chunks = 1
+
+    def work_off(self, limit=0):
+        super().work_off(limit or self.slice_chunks)
+
+
 class StoreMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(["lru", "lfu", "fifo", "mru"]),
-        pool_chunks=st.sampled_from([4, 8, 6, 9, 3, 2, 5]),
+        sizes=st.tuples(st.sampled_from([4, 8, 6, 9, 3, 2, 5]), st.sampled_from([4, 2, 8, 0, 3])),
         caps=st.sampled_from([[4], [8], [2, 6], [1], [8, 3], []]),
         hot=st.sampled_from([True, True, False]),
-        share_chunks=st.sampled_from([4, 2, 8, 0, 3]),
+        slice_chunks=st.sampled_from([500, 1, 2, 0]),
     )
-    def start(self, policy, pool_chunks, caps, hot, share_chunks):
+    def start(self, policy, sizes, caps, hot, slice_chunks):
+        pool_chunks, share_chunks = sizes
         self.clock = FakeClock()
         self.pool = Pool(pool_chunks * CHUNK_BYTES, prefault=False)
         make = POLICIES.load(policy)
@@ -93,7 +103,8 @@ class StoreMachine(RuleBasedStateMachine):
             for n, cap in enumerate(caps)
         ]
         residents = Residents(make, self.pool.capacity_bytes, share_chunks * CHUNK_BYTES)
-        self.store = StorageManager(self.pool, residents, self.books, lease_seconds=LEASE_SECONDS, hot_cache=hot)
+        self.store = SlowManager(self.pool, residents, self.books, lease_seconds=LEASE_SECONDS, hot_cache=hot)
+        self.store.slice_chunks = slice_chunks
         self.store.take_events()
         self.residents = {"ram": residents} | {book.name: book.residents for book in self.books}
         self.model = StoreModel({name: shares_of(each) for name, each in self.residents.items()})
@@ -308,6 +319,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.version += 1
             self.is_void = True
 
+    @precondition(lambda self: self.store.due)
+    @rule(limit=st.integers(1, 3))
+    def work_off(self, limit):
+        self.store.work_off(limit)
+
     @rule(prompt=prompts, start=st.integers(0, 2))
     def forget(self, prompt, start):
         """B290: what was forgotten, and all that hangs on it, is not found and never appears."""
@@ -466,6 +482,8 @@ class StoreMachine(RuleBasedStateMachine):
             )
             assert booked == book.residents.used_bytes, "the tier holds another number of bytes than its book says"
         self.store.clear()
+        while self.store.due:
+            self.store.work_off(5)
         self.follow()
         self.end_all_jobs()
         self.store.check()

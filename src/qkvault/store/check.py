@@ -18,8 +18,9 @@ def check_store(store: Core) -> None:
     _check_slots(store)
     held = Counter(entry.key for lease in store.leases.all() for entry in lease.entries)
     held.update(store.tiering.pins())
+    due = set(map(id, store.due))
     for entry in store.index:
-        _check_entry(entry, held[entry.key])
+        _check_entry(entry, held[entry.key], is_due=id(entry) in due)
     if any(not_ready(lease.entries) for lease in store.leases.all() if lease.is_ready and not lease.is_write):
         msg = "a lease counts as READY, and not all of its chunks are"
         raise InvariantError(msg)
@@ -42,7 +43,7 @@ def _check_slots(store: Core) -> None:
     store.room.residents.check("ram", held_bytes, num_ready)
 
 
-def _check_entry(entry: Entry, num_holders: int) -> None:
+def _check_entry(entry: Entry, num_holders: int, *, is_due: bool) -> None:
     name = entry.key.hex()[-16:]
     if (entry.offset == NOWHERE) != (entry.state is ChunkState.ABSENT):
         msg = f"{name} is {entry.state.value} at offset {entry.offset}"
@@ -50,6 +51,6 @@ def _check_entry(entry: Entry, num_holders: int) -> None:
     if entry.pins != num_holders:
         msg = f"{name} has {entry.pins} pins and {num_holders} holders"
         raise InvariantError(msg)
-    if not entry.pins and (entry.doom or entry.state in (ChunkState.WRITING, ChunkState.LOADING)):
+    if not entry.pins and ((entry.doom and not is_due) or entry.state in (ChunkState.WRITING, ChunkState.LOADING)):
         msg = f"{name} is {entry.state.value} and nobody's"
         raise InvariantError(msg)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Sequence
 from itertools import groupby
 from typing import Final
@@ -32,6 +32,7 @@ from qkvault.types import (
 from qkvault.wire.messages import Inspected, Located
 
 RAM: Final = Medium.RAM.value  # what RAM is called where tiers are called by name
+COOLED: Final = "cooled"  # why a chunk has left RAM that is no cache any more
 _READY: Final = ChunkState.READY  # a member of an enumeration takes ten times as long to look up
 _GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
 
@@ -53,6 +54,7 @@ class Core:
         self.hot_cache = hot_cache
         self.is_frozen = False
         self.num_doomed = 0  # entries that are to go
+        self.due: deque[Entry] = deque()  # who is to leave RAM when it is his turn, and the tiers if he is doomed
         # (session, lease): slots that a late writer may still touch, and what kind they were for
         self.quarantine: dict[tuple[int, int], list[tuple[int, CacheKind]]] = {}
 
@@ -323,14 +325,20 @@ class Core:
             self.index.prune(entry)
         elif not self.hot_cache:
             self.room.take(entry)
-            self._slot_lost(entry, "cooled")
+            self._slot_lost(entry, COOLED)
 
     def _slot_lost(self, entry: Entry, reason: str = "evicted") -> None:
         self.ledger.removed(entry, Medium.RAM, RAM, reason)
-        self.index.prune(entry)
+        self._leave(entry)
 
     def _tier_lost(self, book: TierBook, entry: Entry, reason: str) -> None:
         self.ledger.removed(entry, book.medium, book.name, reason)
+        self._leave(entry)
+
+    def _leave(self, entry: Entry) -> None:
+        if entry.doom and not entry.pins and not entry.is_somewhere:  # it was evicted before its turn
+            self.num_doomed -= 1
+            entry.doom = ""
         self.index.prune(entry)
 
     def _end_quarantine(self, session_id: int, lease_id: int) -> None:

@@ -23,6 +23,8 @@ from qkvault.tiers.base import JobResult, Tier
 from qkvault.wire import messages as m
 
 _TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of tiers is looked at
+_SLICE_SECONDS: Final = 0.0005  # left to others between two slices of a clear
+_MAX_CHECKED: Final = 20_000  # chunks: more hold up other clients for more than a tenth of a second
 _SAMPLE_SECONDS: Final = 1.0  # that a start waits for what spaces the tiers hold
 _log = get_logger("store")
 
@@ -195,10 +197,12 @@ class StoreDriver:
         self.pool.close()
 
     def _has_no_jobs(self) -> bool:
-        return self.manager.tiering.num_pending == 0
+        return self.manager.tiering.num_pending == 0 and not self.manager.due
 
     def _after_change(self) -> None:
         # Holding the lock. Tiers take jobs without blocking.
+        if self.manager.due:
+            self._wake.set()
         for number, job in self.manager.take_jobs():
             try:
                 self.tiers[number].submit(job)
@@ -208,7 +212,10 @@ class StoreDriver:
 
     def _run(self) -> None:
         while not self._is_closing:
-            self._wake.wait(_TICK_SECONDS)
+            if self.manager.due:
+                time.sleep(_SLICE_SECONDS)
+            else:
+                self._wake.wait(_TICK_SECONDS)
             self._wake.clear()
             try:
                 self._step()
@@ -228,6 +235,7 @@ class StoreDriver:
                 except Exception:  # thread top: one tier's fault is not the others'
                     book.is_healthy = False
                     _log.exception("tier_poll_failed", tier=tier.name)
+            self.manager.work_off()
             self._after_change()
             self._changed.notify_all()
 
@@ -274,12 +282,17 @@ class StoreDriver:
             case m.Forget(parent=parent, keys=keys, tail=tail):
                 return m.Done(self.manager.forget(parent, keys, tail))
             case m.Check():
-                self.manager.check()
-                return m.Done()
+                return self._check()
             case m.Switch() | m.GetStatus():
                 return self._switch(request)
             case _:
                 return m.Failed("protocol", f"{type(request).__name__} is for connections")
+
+    def _check(self) -> m.AnyReply:
+        if (num_chunks := len(self.manager.index)) > _MAX_CHECKED:
+            return m.Failed("busy", f"{num_chunks} chunks: to check more than {_MAX_CHECKED} would hold up all others")
+        self.manager.check()
+        return m.Done()
 
     def _welcome(self, version: int) -> m.AnyReply:
         if version != m.PROTOCOL_VERSION:

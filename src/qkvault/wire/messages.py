@@ -213,7 +213,10 @@ class GetStatus(Request, frozen=True):
 
 
 class Check(Request, frozen=True):
-    """Verify everything that must always hold. Answer: ``Done``, or ``Failed`` with code ``invariant``."""
+    """Verify everything that must always hold. Answer: ``Done``, or ``Failed`` with code ``invariant``.
+
+    ``Failed`` with code ``busy`` where there are so many chunks that it would hold up all others.
+    """
 
 
 class Welcome(Reply, frozen=True):
@@ -314,7 +317,8 @@ class Failed(Reply, frozen=True):
     """The request was not done.
 
     Codes: ``protocol`` (it makes no sense), ``unauthorized`` (a wrong token, or no hello), ``closed`` (the session or
-    the store has ended), ``expired`` (a lease has), ``invariant`` and ``internal`` (a fault of the store's).
+    the store has ended), ``expired`` (a lease has), ``busy`` (it would hold up all others), ``invariant`` and
+    ``internal`` (a fault of the store's).
     """
 
     code: str
