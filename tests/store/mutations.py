@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "tests/store/test_model.py"
 SUITE = ["tests/store", "tests/wire", "tests/policies", "tests/tiers", "tests/test_client.py", "tests/test_embedded.py"]
 CORE, INDEX, MANAGER, ROOM = "store/core.py", "store/index.py", "store/manager.py", "store/room.py"
+LEAVING = "store/leaving.py"
 RESIDENTS, TIERING, SESSIONS = "store/residents.py", "store/tiering.py", "store/sessions.py"
 CONNECTION, LISTEN, REMOTE, SOCKETS = "wire/connection.py", "wire/listen.py", "wire/remote.py", "wire/sockets.py"
 
@@ -84,7 +85,7 @@ MUTATIONS = {
     "a slot that nobody wrote is published": (MANAGER, " or key_in(self.room.image(entry)) != entry.key", ""),
     "commit publishes what was not named": (MANAGER, "or not is_named or key_in", "or key_in"),
     "commit ignores a clear": (MANAGER, "            if entry.doom or not is_named", "            if not is_named"),
-    "a scan brings back what was cleared": (MANAGER, "            self.forgotten.add_all(spaces)\n", ""),
+    "a scan brings back what was cleared": (LEAVING, "            self.forgotten.add_all(spaces)\n", ""),
     "a scan brings back what was forgotten": (CORE, "        self.forgotten.add(each)\n", ""),
     "a scan brings back what hangs on what was forgotten": (
         MANAGER,
@@ -179,11 +180,26 @@ MUTATIONS = {
         "for key in reversed(each) if (entry",
         "for key in reversed(each) if self.index.get(each[0]) and (entry",
     ),
-    "forget leaves tiers alone": (CORE, "        self.tiering.delete(entry, reason)\n", ""),
+    "forget leaves tiers alone": (LEAVING, "        self.tiering.delete(entry, reason)\n", ""),
     "what is read is not forgotten": (
         CORE,
         "going = [entry for entry in found if entry.is_somewhere and not entry.doom]",
         "going = [entry for entry in found if entry.is_somewhere and not entry.pins]",
+    ),
+    "what is cleared is found until its turn": (
+        LEAVING,
+        '                entry.doom = "cleared"\n',
+        "                pass\n",
+    ),
+    "what is evicted before its turn stays doomed": (
+        LEAVING,
+        "            self.num_doomed -= 1\n",
+        "            pass\n",
+    ),
+    "a disk that hangs holds up every lookup": (
+        "store/scan.py",
+        "if not wanted or self._is_late or",
+        "if not wanted or",
     ),
     "what is doomed is found": (
         CORE,
@@ -217,7 +233,7 @@ MUTATIONS = {
         "held = []",
     ),
     "frozen stores": (MANAGER, "        if self.is_frozen:\n            return Outcome.FROZEN\n", ""),
-    "the hot cache cannot be switched off": (CORE, "elif not self.hot_cache:", "elif not self.room:"),
+    "the hot cache cannot be switched off": (LEAVING, "elif not self.hot_cache:", "elif not self.room:"),
     "a session that ends keeps its reads": (
         MANAGER,
         "            else:\n                self.release(session_id, lease.lease_id)\n        for owner",

@@ -7,13 +7,13 @@ from contextlib import closing
 import pytest
 
 from qkvault.client import StoreClient
-from qkvault.store import manager as manager_module
+from qkvault.store import leaving
 from qkvault.testing import DictTier
 from qkvault.testing.transport_contract import WAIT_SECONDS, find, make_driver, save
 from qkvault.wire import messages as m
 from qkvault.wire.inproc import InprocTransport
 
-SLICE = manager_module._SLICE
+SLICE = leaving._SLICE
 
 
 @pytest.fixture

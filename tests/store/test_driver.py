@@ -265,6 +265,35 @@ class TestScans:
         assert driver.drain(WAIT_SECONDS)
         assert client.status().media[1].num_chunks == 2
 
+    def test_a_disk_that_hangs_holds_up_one_question_for_a_moment(self, start, monkeypatch):
+        """B389: others are misses at once; when it answers, what it knew is known."""
+        monkeypatch.setattr("qkvault.store.scan._EARLY_SECONDS", 0.01)
+        tier = Gated(filled("aabb"))
+        is_asked, may_answer = threading.Semaphore(0), threading.Event()
+        find_by_key = tier.find
+
+        def find_late(keys):
+            is_asked.release()
+            assert may_answer.wait(WAIT_SECONDS)
+            return find_by_key(keys)
+
+        tier.find = find_late
+        driver = start(tier)
+        client = connect(driver)
+        assert tier.is_scanning.wait(WAIT_SECONDS)
+        for _ in range(3):
+            assert find(client, "aabb").lease_id == 0
+        assert is_asked.acquire(timeout=WAIT_SECONDS)
+        assert not is_asked.acquire(blocking=False)
+        may_answer.set()
+        until(lambda: client.status().media[1].num_chunks == 2)
+        located = client.wait(find(client, "aabb"), WAIT_SECONDS, time.monotonic)
+        assert read(client, located, "aabb") == 64
+        assert find(client, "xx").lease_id == 0
+        assert is_asked.acquire(timeout=WAIT_SECONDS)
+        tier.gate.set()
+        assert driver.drain(WAIT_SECONDS)
+
     def test_a_clear_covers_what_a_scan_has_not_come_to(self, start):
         """Neither the scan nor a question by key brings it back, and it is removed."""
         tier = Gated(filled("aabb"))

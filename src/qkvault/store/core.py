@@ -1,22 +1,19 @@
-"""The transitions that the calls of the store are made of: pin, promote, doom, settle."""
+"""The transitions that the calls of the store are made of: pin, promote, fork, publish."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import groupby
 from typing import Final
 
 from qkvault.image import sketch_of, tokens_in
 from qkvault.pool import Pool
-from qkvault.store.feed import Feed
-from qkvault.store.forgotten import Forgotten
-from qkvault.store.index import Entry, Index, Packed, Shape
+from qkvault.store.index import Entry, Packed, Shape
 from qkvault.store.leases import Lease, LeaseTable, Partial
-from qkvault.store.ledger import Ledger
+from qkvault.store.leaving import RAM, Leaving
 from qkvault.store.residents import Residents
-from qkvault.store.room import Room
-from qkvault.store.tiering import TierBook, Tiering
+from qkvault.store.tiering import TierBook
 from qkvault.types import (
     GRAIN_TOKENS,
     KEY_BYTES,
@@ -31,30 +28,20 @@ from qkvault.types import (
 )
 from qkvault.wire.messages import Inspected, Located
 
-RAM: Final = Medium.RAM.value  # what RAM is called where tiers are called by name
-COOLED: Final = "cooled"  # why a chunk has left RAM that is no cache any more
 _READY: Final = ChunkState.READY  # a member of an enumeration takes ten times as long to look up
 _GRAIN_BYTES: Final = GRAIN_TOKENS * TOKEN_BYTES
 
 
-class Core:
+class Core(Leaving):
     """State of a store, and what can happen to one entry or lease."""
 
     def __init__(
         self, pool: Pool, residents: Residents, books: Sequence[TierBook], *, lease_seconds: float, hot_cache: bool
     ) -> None:
         """Everything starts empty."""
-        self.index = Index()
-        self.room = Room(pool, residents, self.index)
-        self.room.on_evicted(self._slot_lost)
-        self.tiering = Tiering(list(books), self.index, self.room, self._tier_lost)
+        super().__init__(pool, residents, books, hot_cache=hot_cache)
         self.leases = LeaseTable(lease_seconds)
-        self.ledger = Ledger(Feed(self.index, self.room.image, self.tiering.books))
-        self.forgotten = Forgotten(is_on=bool(books))
-        self.hot_cache = hot_cache
         self.is_frozen = False
-        self.num_doomed = 0  # entries that are to go
-        self.due: deque[Entry] = deque()  # who is to leave RAM when it is his turn, and the tiers if he is doomed
         # (session, lease): slots that a late writer may still touch, and what kind they were for
         self.quarantine: dict[tuple[int, int], list[tuple[int, CacheKind]]] = {}
 
@@ -301,45 +288,6 @@ class Core:
         entry.pins -= 1
         self.room.take(entry, keep_slot=keep_slot)
         self._settle(entry)
-
-    def _doom(self, entry: Entry, reason: str) -> None:
-        if entry.pins:
-            self.num_doomed += not entry.doom
-            entry.doom = entry.doom or reason
-            return
-        self.num_doomed -= bool(entry.doom)
-        entry.doom = ""
-        if entry.state is ChunkState.READY:
-            self.room.take(entry)
-            self.ledger.removed(entry, Medium.RAM, RAM, reason)
-        self.tiering.delete(entry, reason)
-        self.index.prune(entry)
-
-    def _settle(self, entry: Entry) -> None:
-        # What is due once nobody needs the slot any more.
-        if entry.pins:
-            return
-        if entry.doom:
-            self._doom(entry, entry.doom)
-        elif entry.state is not ChunkState.READY:
-            self.index.prune(entry)
-        elif not self.hot_cache:
-            self.room.take(entry)
-            self._slot_lost(entry, COOLED)
-
-    def _slot_lost(self, entry: Entry, reason: str = "evicted") -> None:
-        self.ledger.removed(entry, Medium.RAM, RAM, reason)
-        self._leave(entry)
-
-    def _tier_lost(self, book: TierBook, entry: Entry, reason: str) -> None:
-        self.ledger.removed(entry, book.medium, book.name, reason)
-        self._leave(entry)
-
-    def _leave(self, entry: Entry) -> None:
-        if entry.doom and not entry.pins and not entry.is_somewhere:  # it was evicted before its turn
-            self.num_doomed -= 1
-            entry.doom = ""
-        self.index.prune(entry)
 
     def _end_quarantine(self, session_id: int, lease_id: int) -> None:
         for offset, kind in self.quarantine.pop((session_id, lease_id), ()):

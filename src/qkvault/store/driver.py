@@ -103,9 +103,9 @@ class StoreDriver:
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
         """Answer one request. Never raises: what goes wrong is a ``Failed``."""
         if not self._scan.is_over:
-            for each in request.requests if isinstance(request, m.Several) else (request,):
-                if isinstance(each, m.Lookup | m.Inspect | m.Forget):
-                    self._scan.find_early(each.keys)
+            parts = request.requests if isinstance(request, m.Several) else (request,)
+            asked = [each.keys for each in parts if isinstance(each, m.Lookup | m.Inspect | m.Forget)]
+            self._scan.find_early(b"".join(asked))
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
             if self._is_closing or session is None:
@@ -184,6 +184,7 @@ class StoreDriver:
             self._is_closing = self._scan.is_given_up = True
             self._changed.notify_all()
         self._wake.set()
+        self._scan.close()
         for thread in self._threads:
             thread.join()
         for tier in self.tiers:

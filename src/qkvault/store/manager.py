@@ -14,13 +14,12 @@ holds. Unknown and foreign leases are ignored; of what a client may do wrong onl
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Final
 
 from qkvault.events import StoreEvent
 from qkvault.image import PREFIX_BYTES, key_in, sketch_bytes_for
 from qkvault.pool import Pool
 from qkvault.store.check import check_store
-from qkvault.store.core import COOLED, Core, not_ready
+from qkvault.store.core import Core, not_ready
 from qkvault.store.feed import PAGE
 from qkvault.store.index import NOWHERE, Packed
 from qkvault.store.leases import Lease
@@ -30,7 +29,6 @@ from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
 from qkvault.types import (
     KEY_BYTES,
     SKETCH_BYTES,
-    SPACE_BYTES,
     TOKEN_BYTES,
     CacheKind,
     ChunkRefs,
@@ -39,8 +37,6 @@ from qkvault.types import (
     Outcome,
 )
 from qkvault.wire.messages import Located, Reserved
-
-_SLICE: Final = 500  # chunks that are let go of at a time: 2 to 5 ms
 
 
 class StorageManager(Core):
@@ -57,7 +53,6 @@ class StorageManager(Core):
     ) -> None:
         """``books`` describe the tiers, nearest first. Without ``hot_cache`` RAM is only a way through."""
         super().__init__(pool, residents, books, lease_seconds=lease_seconds, hot_cache=hot_cache)
-        self._due_reason = ""  # why those that are due and not doomed leave RAM
 
     def lookup(
         self,
@@ -300,48 +295,6 @@ class StorageManager(Core):
     def take_jobs(self) -> list[tuple[int, TierJob]]:
         """Jobs that the tiers are to be given, each with its tier's number."""
         return self.tiering.take_jobs()
-
-    def clear(self, *, lower_tiers: bool = True, spaces: Sequence[bytes] = ()) -> int:
-        """Forget everything (``lower_tiers=False``: only what lies idle in RAM). Returns how many chunks are to go.
-
-        With ``spaces`` only what is in these. Nothing of it is found from now on; the bytes of many chunks go by and by
-        (``work_off``). A chunk that is being read goes when its readers are done; one that is being written never
-        appears, nor does one that a scan finds later.
-        """
-        known = [entry for entry in self.index if entry.is_somewhere and not entry.doom]
-        if spaces:
-            known = [entry for entry in known if entry.key[:SPACE_BYTES] in spaces]
-        if lower_tiers:
-            self.forgotten.add_all(spaces)
-            self.num_doomed += len(known)
-            for entry in known:
-                entry.doom = "cleared"
-        else:
-            known = [entry for entry in known if entry.state is ChunkState.READY and not entry.pins]
-        self._due_reason = "cleared"
-        self.due.extend(known)
-        self.work_off()
-        return len(known)
-
-    def set_hot_cache(self, *, enabled: bool) -> None:
-        """Switch the hot cache (row 52). Off: RAM is emptied of what nobody reads, and keeps nothing from then on."""
-        self.hot_cache = enabled
-        if not enabled:
-            self._due_reason = COOLED
-            self.due.extend([entry for entry in self.index if entry.state is ChunkState.READY])
-            self.work_off()
-
-    def work_off(self, limit: int = _SLICE) -> None:
-        """Let go of the next ``limit`` chunks that are ``due``: some milliseconds, whatever there is to go."""
-        for _ in range(min(limit, len(self.due))):
-            entry = self.due.popleft()
-            if entry.pins:
-                continue  # whoever unpins it settles it
-            if entry.doom:
-                self._doom(entry, entry.doom)
-            elif entry.state is ChunkState.READY and not (self._due_reason == COOLED and self.hot_cache):
-                self.room.take(entry)
-                self._slot_lost(entry, self._due_reason)
 
     def take_events(self, limit: int = PAGE, *, start_over: bool = False) -> list[StoreEvent]:
         """As ``Feed.take``: the first call switches events on and tells what is here."""

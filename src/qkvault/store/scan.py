@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import islice
+from queue import SimpleQueue
 from typing import Final
 
 from qkvault.logs import get_logger
@@ -15,6 +16,8 @@ from qkvault.tiers.base import Tier
 from qkvault.types import KEY_BYTES, SPACE_BYTES
 
 _MAX_EARLY: Final = 256  # keys that one request asks tiers for while they are scanned: some 20 ms of small reads
+_EARLY_SECONDS: Final = 0.25  # that it waits for them at most
+_END_SECONDS: Final = 1.0  # given to a read that hangs when the store closes
 _log = get_logger("store")
 
 
@@ -35,8 +38,13 @@ class Scan:
         self._after_change = after_change
         self._num_left = len(self._each)  # tiers that are not scanned to the end
         self._is_sampled = threading.Event()
+        self._questions: SimpleQueue[tuple[list[bytes], threading.Event] | None] = SimpleQueue()
+        self._is_late = False  # somebody has waited in vain for the question under way
+        self._finder = threading.Thread(target=self._run_finder, name="qkvault-find", daemon=True)
         self.is_given_up = False
-        if not self._each:
+        if self._each:
+            self._finder.start()
+        else:
             manager.forgotten.end()
 
     @property
@@ -64,6 +72,7 @@ class Scan:
                 self._num_left -= 1
                 if self.is_over:
                     self._manager.forgotten.end()
+                    self._questions.put(None)
                 self._changed.notify_all()
 
     def wait_sampled(self, timeout_seconds: float) -> None:
@@ -72,22 +81,45 @@ class Scan:
             self._is_sampled.wait(timeout_seconds)
 
     def find_early(self, keys: bytes) -> None:
-        """Ask the tiers for the first of ``keys`` that are not known. Blocks for a small read each."""
+        """Have the tiers asked for the first of ``keys`` that are not known; blocks for a quarter of a second at most.
+
+        What takes longer is known later. Nobody else asks until then: a disk that hangs costs one client one wait.
+        """
         each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
         index = self._manager.index
         with self._changed:
             unknown = (key for key in each if (entry := index.get(key)) is None or not entry.is_somewhere)
             wanted = list(islice(unknown, _MAX_EARLY))
-        for book, tier in self._each:
-            try:
-                found = tier.find(wanted) if wanted else []
-            except Exception:  # thread top: a hint is not worth the request
-                _log.exception("find_failed", tier=tier.name)
-                continue
+            if not wanted or self._is_late or self.is_over:
+                return
+            is_answered = threading.Event()
+            self._questions.put((wanted, is_answered))
+        if not is_answered.wait(_EARLY_SECONDS):
             with self._changed:
-                if not self.is_over:  # else all was adopted that is still there
-                    self._manager.adopt(book, found)
-                    self._after_change()
+                self._is_late = not is_answered.is_set()
+
+    def close(self) -> None:
+        """End the thread that asks by key. A scan under way is given up by ``is_given_up``."""
+        self._questions.put(None)
+        if self._each:
+            self._finder.join(_END_SECONDS)
+
+    def _run_finder(self) -> None:
+        while (question := self._questions.get()) is not None:
+            wanted, is_answered = question
+            for book, tier in self._each:
+                try:
+                    found = tier.find(wanted)
+                except Exception:  # thread top: a hint is not worth the request
+                    _log.exception("find_failed", tier=tier.name)
+                    continue
+                with self._changed:
+                    if not (self.is_over or self.is_given_up):  # else all was adopted that is still there
+                        self._manager.adopt(book, found)
+                        self._after_change()
+            with self._changed:
+                is_answered.set()
+                self._is_late = False
 
     def _read(self, book: TierBook, tier: Tier) -> None:
         for batch in tier.scan():

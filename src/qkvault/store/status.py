@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from qkvault.store.core import RAM, Core
+from qkvault.store.core import Core
+from qkvault.store.leaving import RAM
 from qkvault.store.ledger import Counters
 from qkvault.store.residents import Residents
 from qkvault.types import CacheKind, Medium, Outcome
