@@ -2,7 +2,8 @@
 
 Runs on the scheduler's thread and copies no bytes. Every hook of vLLM may come repeated, for unknown requests, or not
 at all; queries change nothing that a later query depends on. Loads are asynchronous to vLLM: it runs a request when its
-blocks are filled, so that nothing is computed on blocks whose load failed, and those who share them wait for them.
+blocks are filled, so that nothing is computed on blocks whose load failed, and those who share them wait for them
+(docs/decisions/0014).
 """
 
 from __future__ import annotations
