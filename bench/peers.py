@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from bench.children import Child
@@ -18,6 +19,8 @@ from bench.samples import Skip
 from bench.settings import Settings
 
 LMCACHE: Final = "LMCache, in process"
+LMCACHE_HASHES: Final = {"LMCache (its default, 64 bits)": "builtin", "LMCache (SHA-256)": "sha256_cbor"}
+LMCACHE_DIRECT: Final = "LMCache, in process, O_DIRECT"
 LMCACHE_TUNED: Final = "LMCache, in process, malloc tuned"
 LMCACHE_SERVER: Final = "LMCache, server"
 LMCACHE_SERVER_SHM: Final = "LMCache, server, shm"
@@ -76,6 +79,32 @@ def lmcache_engines(
             )
             if child is not None:
                 found[child.name] = child
+        yield found
+
+
+@contextlib.contextmanager
+def lmcache_hashing(settings: Settings, screen: Screen, geometry: Geometry, num_tokens: int) -> Iterator[Child | None]:
+    """LMCache's names of chunks; None, and said why, if it does not run here."""
+    work = _work(settings, geometry, num_tokens, is_random=False)
+    with _child(settings, screen, "bench.peers_hashing", work, name=LMCACHE, bench="hash", is_tuned=False) as child:
+        yield child
+
+
+@contextlib.contextmanager
+def lmcache_disks(
+    settings: Settings, screen: Screen, geometry: Geometry, num_tokens: int, folder: Path
+) -> Iterator[dict[str, Child]]:
+    """LMCache's engine over files below ``folder`` alone: by name, as it comes and past the page cache."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for name in (LMCACHE, LMCACHE_DIRECT):
+            at = {"disk": str(folder / f"lmcache-{len(found)}"), "is_direct": name == LMCACHE_DIRECT}
+            work = _work(settings, geometry, num_tokens, is_random=True) | at
+            child = stack.enter_context(
+                _child(settings, screen, "bench.peers_lmcache", work, name=name, bench="disk", is_tuned=False)
+            )
+            if child is not None:
+                found[name] = child
         yield found
 
 

@@ -1,4 +1,4 @@
-"""LMCache's engine in a process of its own, driven by orders: the peer of the copy and lookup benches.
+"""LMCache's engine in a process of its own, driven by orders: the peer of the copy, lookup and disk benches.
 
     python -m bench.peers_lmcache '{"num_layers": 32, ...}'
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from bench.peers_rig import PeerRig
 
 PROMPTS = 1.25  # in its memory, as in our pool
 SPARE_GIB = 0.1
+DISK = "LocalDiskBackend"
+DISK_SECONDS = 120.0
 
 
 class Engine(PeerRig):
@@ -29,7 +33,7 @@ class Engine(PeerRig):
         self.engine: Any = None  # LMCacheEngine
 
     def start(self) -> None:
-        """Build the engine: RAM only, its default hash."""
+        """Build the engine, with its default hash: RAM only, or if ``work`` names a ``disk`` that only."""
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.metadata import LMCacheMetadata
@@ -39,9 +43,15 @@ class Engine(PeerRig):
         work = self.work
         shape = work["num_layers"], 2, work["chunk_size"], work["num_heads"], work["head_size"]
         gib = self.num_bytes / 2**30
-        config = LMCacheEngineConfig.from_dict(
-            {"chunk_size": work["chunk_size"], "local_cpu": True, "max_local_cpu_size": gib * PROMPTS + SPARE_GIB}
-        )
+        disk = work.get("disk")
+        settings = {
+            "chunk_size": work["chunk_size"], "local_cpu": not disk, "max_local_cpu_size": gib * PROMPTS + SPARE_GIB,
+        }  # fmt: skip
+        if disk:
+            Path(disk).mkdir()
+            settings |= {"local_disk": disk, "max_local_disk_size": gib * 4 + 1}
+            settings["extra_config"] = {"use_odirect": work["is_direct"]}
+        config = LMCacheEngineConfig.from_dict(settings)
         metadata = LMCacheMetadata(
             model_name="bench", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
             kv_dtype=torch.bfloat16, kv_shape=shape, chunk_size=work["chunk_size"], role="worker",
@@ -56,6 +66,13 @@ class Engine(PeerRig):
         """A prompt that nobody has seen, and an empty cache."""
         super().renew()
         self.engine.clear()
+        for disk in self._disks():
+            for key in list(disk.dict):
+                disk.remove(key)
+
+    def store_down(self) -> dict[str, float]:
+        """Store the prompt, until all of it can be found on disk."""
+        return orders.timed(self._store_down)
 
     def store(self) -> dict[str, float]:
         """Store the prompt."""
@@ -73,6 +90,18 @@ class Engine(PeerRig):
         """Ask for one that is not."""
         return orders.timed(lambda: self.require(self.engine.lookup(self.others), 0))
 
+    def _store_down(self) -> None:
+        self.engine.store(self.tokens, kvcaches=self.tensors, blocks=self.source)
+        deadline = time.monotonic() + DISK_SECONDS
+        while (found := self.engine.lookup(self.tokens, search_range=[DISK])) < len(self.tokens):
+            if time.monotonic() > deadline:
+                self.require(found, len(self.tokens))
+            time.sleep(0.001)
+
+    def _disks(self) -> list[Any]:  # LocalDiskBackend
+        backends = self.engine.storage_manager.storage_backends
+        return [backends[DISK]] if DISK in backends else []
+
     def _retrieve(self) -> None:
         there = self.engine.retrieve(self.tokens, kvcaches=self.tensors, blocks=self.target, req_id="bench")
         self.require(int(there.sum()), len(self.tokens))
@@ -82,7 +111,7 @@ def main() -> None:
     """Answer orders until stdin ends."""
     torch.set_num_threads(1)
     engine = Engine(json.loads(sys.argv[1]))
-    does = ("renew", "store", "retrieve", "lookup", "lookup_unknown", "verify")
+    does = ("renew", "store", "store_down", "retrieve", "lookup", "lookup_unknown", "verify")
     orders.serve({name: getattr(engine, name) for name in does}, engine.start)
     os._exit(0)  # its threads would keep the process
 

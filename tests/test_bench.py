@@ -72,6 +72,15 @@ def test_a_peer_that_is_not_there_is_told_and_left_out(tmp_path):
 
 
 @pytest.mark.slow
+def test_peers_of_hashing_and_disks_that_are_not_there_are_left_out(tmp_path):
+    found = bench(tmp_path, "micro", "--only", "hash", "--only", "disk", "--peer-venv", str(tmp_path / "nothing"))
+    assert {"hash: LMCache, in process"} <= {skipped["case"] for skipped in found["skipped"]}
+    rows = [row for rows in found["benches"].values() for row in rows]
+    assert rows
+    assert {series["role"] for row in rows for series in row["series"]} == {"ours", "limit"}
+
+
+@pytest.mark.slow
 def test_many_clients_are_measured_and_nothing_is_lost(tmp_path):
     """B262: each call of two clients, and no call that failed."""
     rows = {row["name"]: row["series"][0] for row in bench(tmp_path, "load")["benches"]["load"]}

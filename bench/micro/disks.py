@@ -1,19 +1,24 @@
 """Store until all is on disk, and load again with nothing in RAM or page cache; beside raw O_DIRECT files.
 
 The raw files are as many and as large as ours, and moved by as many threads; like ours they are not synced. Ours are
-also checked: a sum over every payload, on the way out and on the way in.
+also checked: a sum over every payload, on the way out and on the way in. A peer stores until it finds all on disk, and
+its files leave the page cache before they are loaded, as all do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from bench import children
+from bench.children import Child
 from bench.geometry import CHUNK_TOKENS, Geometry, Pages, geometries
+from bench.peers import lmcache_disks
 from bench.rawfiles import RawFiles, drop_page_cache
 from bench.report import Screen
 from bench.rig import Rig, own_store, pool_bytes, require_memory
@@ -41,9 +46,11 @@ def _one(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]:
     num_tokens = geometry.num_tokens(settings.sizes.disk_bytes)
     num_bytes = num_tokens * geometry.token_bytes
     ram_bytes = pool_bytes(geometry, num_tokens, prompts=1)
-    require_memory(4 * num_bytes + ram_bytes)
-    if shutil.disk_usage(settings.scratch).free < 8 * num_bytes:
-        msg = f"{settings.scratch} has no room for {8 * num_bytes / 1e9:.1f} GB"
+    num_peers = 0 if settings.peer_venv is None else 2
+    require_memory((1 + num_peers) * (4 * num_bytes + ram_bytes))
+    disk_bytes = (8 + 2 * num_peers) * num_bytes
+    if shutil.disk_usage(settings.scratch).free < disk_bytes:
+        msg = f"{settings.scratch} has no room for {disk_bytes / 1e9:.1f} GB"
         raise Skip(msg)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qkvault-bench-", dir=settings.scratch)))
@@ -56,7 +63,8 @@ def _one(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]:
         fill(memory.memory, settings.seed)
         count = num_tokens // CHUNK_TOKENS
         raw = stack.enter_context(RawFiles(folder / "raw", memory.memory, count, num_bytes // count, threads=threads))
-        rows = _rounds(settings, screen, rig, store, raw)
+        peers = stack.enter_context(lmcache_disks(settings, screen, geometry, num_tokens, folder))
+        rows = _rounds(settings, screen, rig, store, raw, peers=peers)
         rig.engine.close()
     return rows
 
@@ -67,7 +75,9 @@ def fill(memory: memoryview, seed: int) -> None:
     words[...] = np.random.default_rng(seed).integers(0, 1 << 62, len(words), dtype=np.int64)
 
 
-def _rounds(settings: Settings, screen: Screen, rig: Rig, store: EmbeddedStore, raw: RawFiles) -> list[Row]:
+def _rounds(
+    settings: Settings, screen: Screen, rig: Rig, store: EmbeddedStore, raw: RawFiles, *, peers: dict[str, Child]
+) -> list[Row]:
     pages, rounds = rig.pages, settings.sizes.disk_rounds
     limit = f"raw O_DIRECT files, {store.config.disk_workers} threads"
     storing, loading = f"store until on disk, {pages.geometry.name}", f"load from disk, {pages.geometry.name}"
@@ -86,6 +96,13 @@ def _rounds(settings: Settings, screen: Screen, rig: Rig, store: EmbeddedStore, 
         drain()
         raw.remove()
         rig.renew()
+        for peer in peers.values():
+            children.ask(peer, do="renew")
+
+    def after(_: int) -> None:
+        pages.require_arrived()
+        for peer in peers.values():
+            children.ask(peer, do="verify")
 
     def between(_: int) -> None:
         rig.client.clear(lower_tiers=False)
@@ -95,10 +112,13 @@ def _rounds(settings: Settings, screen: Screen, rig: Rig, store: EmbeddedStore, 
         [Case(storing, "QKVault", Role.OURS, store_all), Case(storing, limit, Role.LIMIT, raw.write)],
         [Case(loading, "QKVault", Role.OURS, rig.retrieve), Case(loading, limit, Role.LIMIT, raw.read)],
     ]
+    for group, row, what in ((groups[0], storing, "store_down"), (groups[1], loading, "retrieve")):
+        group += [
+            Case(row, name, Role.PEER, functools.partial(children.timed, peer, do=what)) for name, peer in peers.items()
+        ]
     with screen.task(f"disk, {pages.geometry.name}", rounds + 1) as advance:
         found = measure(
-            groups, rounds=rounds, advance=advance, before=before, between=between,
-            after=lambda _: pages.require_arrived(),
+            groups, rounds=rounds, advance=advance, before=before, between=between, after=after,
         )  # fmt: skip
     target = Target(Measure.SPEED, PART_OF_RAW, limit)
     return [

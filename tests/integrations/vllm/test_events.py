@@ -156,3 +156,24 @@ def test_without_a_listener_the_store_keeps_no_events(toy_engine, listening, pro
     assert engine.connector.take_events() == ()
     assert engine.worker.take_events() == ()
     assert (engine.store._publisher is not None) == is_published
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_through_a_server_it_is_said_where_events_come_from(toy, tiny_model, tmp_path, log_lines, *, told):
+    """B455: a server's store is everybody's, so no engine tells its events; one line names what to use instead."""
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    address = f"unix://{tmp_path}/server.sock"
+    options = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=told, publisher="null")}
+    config = toy.engine_config(tiny_model, {"qkvault.chunk_size": toy.CHUNK, "qkvault.address": address}, **options)
+    spec = toy.FullAttentionSpec(block_size=toy.BLOCK, num_kv_heads=1, head_size=toy.HEAD, dtype=toy.torch.float32)
+    groups = toy.KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[toy.KVCacheGroupSpec(["layer"], spec)]
+    )
+    connector = KVConnectorFactory.create_connector(config, toy.KVConnectorRole.SCHEDULER, groups)
+    lines = [line for line in log_lines if "store_events_not_published" in line]
+    assert len(lines) == told
+    assert all("events_endpoint" in line and address in line for line in lines)
+    assert tuple(connector.take_events()) == ()
+    connector.shutdown()

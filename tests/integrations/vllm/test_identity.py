@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from qkvault.integrations.vllm.fingerprint import adapter_fingerprint, files_digest, model_fingerprint
+from qkvault.integrations.vllm.fingerprint import files_digest, model_fingerprint
 
 pytestmark = pytest.mark.vllm
 
@@ -17,14 +20,17 @@ def identity():
     from vllm import PoolingParams, SamplingParams
     from vllm.v1.request import Request
 
+    from qkvault.integrations.vllm.fingerprint import Adapters
     from qkvault.integrations.vllm.identity import identity_of
+
+    adapters = Adapters()
 
     def make(*, params=None, pooling=False, **fields):
         extra = {"extra_args": {"kv_transfer_params": params}} if params is not None else {}
         sampling = None if pooling else SamplingParams(max_tokens=1, **extra)
         fields = {"prompt_token_ids": [1, 2, 3], **fields}
         request = Request("r", fields.pop("prompt_token_ids"), sampling, PoolingParams() if pooling else None, **fields)
-        return identity_of(request)
+        return identity_of(request, adapters)
 
     return make
 
@@ -36,10 +42,10 @@ def picture(identifier, offset=0, length=2, modality="image"):
     return MultiModalFeatureSpec(data=None, modality=modality, identifier=identifier, mm_position=span)
 
 
-def lora(path, name="poet", number=1):
+def lora(path, name="poet", number=1, *, anew=False):
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(name, number, str(path))
+    return LoRARequest(name, number, str(path), load_inplace=anew)
 
 
 @pytest.fixture
@@ -75,22 +81,141 @@ def test_salts_adapters_and_tags_are_told_apart(identity, adapter):
         identity(cache_salt="a"),
         identity(cache_salt="b"),
         identity(lora_request=lora(adapter("one"))),
-        identity(lora_request=lora(adapter("one"), name="prosaist")),
-        identity(lora_request=lora(adapter("two", b"others"))),
-        identity(lora_request=lora(adapter("three", rank=16))),
+        identity(lora_request=lora(adapter("one"), name="prosaist", number=2)),
+        identity(lora_request=lora(adapter("two", b"others"), number=3)),
+        identity(lora_request=lora(adapter("three", rank=16), number=4)),
         identity(params={"qkvault.tag.team": "a"}),
         identity(params={"lmcache.tag.team": "b"}),
     )
     assert len(found) == 9
 
 
-def test_an_adapter_is_known_by_what_it_holds(identity, adapter):
-    """The same adapter elsewhere is the same, and another one put in its place is not."""
-    one, copy = adapter("one"), adapter("copy")
-    before = identity(lora_request=lora(one))
-    assert roots(before, identity(lora_request=lora(copy))) == roots(before)
-    (one / "adapter_model.safetensors").write_bytes(b"trained on")
-    assert len(roots(before, identity(lora_request=lora(one)))) == 2
+def retrain(path, weights=b"trained on"):
+    """Put other weights in the place of those of an adapter, in one go and with the times of the old ones."""
+    file = path / "adapter_model.safetensors"
+    before = file.stat()
+    new = path / "new"
+    new.write_bytes(weights)
+    os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
+    new.replace(file)
+
+
+class TestAdapters:
+    """An adapter is named by the weights that the engine has of it, or the request is not cached."""
+
+    def test_an_adapter_is_known_by_what_it_holds(self, identity, adapter):
+        """The same adapter elsewhere is the same, and other weights under a number of their own are not."""
+        one, copy = adapter("one"), adapter("copy")
+        before = identity(lora_request=lora(one))
+        assert roots(before, identity(lora_request=lora(copy, number=2))) == roots(before)
+        retrain(one)
+        assert len(roots(before, identity(lora_request=lora(one, number=3)))) == 2
+
+    def test_files_replaced_while_the_engine_runs_the_old_ones(self, identity, adapter):
+        """B450: which of the two it has cannot be told, so such requests are not cached, also when the old are back."""
+        one = adapter("one")
+        before = identity(lora_request=lora(one))
+        retrain(one)
+        assert "have changed since its first use" in identity(lora_request=lora(one))[1]
+        retrain(one, b"weights")
+        assert "have changed since its first use" in identity(lora_request=lora(one))[1]
+        assert roots(identity(lora_request=lora(one, number=2))) == roots(before)
+
+    def test_another_path_under_a_number_in_use(self, identity, adapter):
+        """B450: the engine does not look at it, so the request is not cached unless the weights are the same."""
+        before = identity(lora_request=lora(adapter("one")))
+        assert identity(lora_request=lora(adapter("copy"))) == before
+        assert identity(lora_request=lora(adapter("two", b"others")))[1] is not None
+
+    def test_files_that_are_touched_are_the_same(self, identity, adapter):
+        """B450: other times and the same bytes are no other adapter."""
+        one = adapter("one")
+        before = identity(lora_request=lora(one))
+        os.utime(one / "adapter_model.safetensors", (1, 1))
+        assert identity(lora_request=lora(one)) == before
+
+    def test_an_adapter_that_is_loaded_anew_has_a_new_name(self, identity, adapter):
+        """B450: ``load_inplace`` has the engine read the files, so those count from then on, for all requests."""
+        one = adapter("one")
+        before = identity(lora_request=lora(one))
+        retrain(one)
+        assert identity(lora_request=lora(one))[1] is not None
+        after = identity(lora_request=lora(one, anew=True))
+        assert len(roots(before, after)) == 2
+        assert identity(lora_request=lora(one)) == after
+
+    @pytest.mark.parametrize("left", [(), ("adapter_config.json",)], ids=["nothing", "no weights"])
+    def test_an_adapter_without_files_is_not_cached(self, identity, adapter, left):
+        """B451: a name alone says nothing of the weights behind it, whatever they are trained to next."""
+        one = adapter("one")
+        for file in one.iterdir():
+            if file.name not in left:
+                file.unlink()
+        assert "no weights of the adapter 'poet'" in identity(lora_request=lora(one))[1]
+        assert "no weights of the adapter 'poet'" in identity(lora_request=lora("/gone/one", number=2))[1]
+
+    def test_the_home_folder_is_looked_into(self, identity, adapter, monkeypatch):
+        """B451: ``~/one`` is what vLLM takes it for."""
+        one = adapter("one")
+        monkeypatch.setenv("HOME", str(one.parent))
+        assert identity(lora_request=lora("~/one")) == identity(lora_request=lora(one, number=2))
+        retrain(one)
+        assert identity(lora_request=lora("~/one"))[1] is not None
+
+    def test_a_name_of_the_hub_is_what_was_downloaded(self, identity, adapter, monkeypatch, tmp_path):
+        """B451: its newest snapshot here is read, and another one under the same number is another adapter."""
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        repo = tmp_path / "hub" / "models--poets--one"
+        commits = {"a" * 40: b"weights", "b" * 40: b"trained on"}
+        for commit, weights in commits.items():
+            shutil.copytree(adapter("one", weights), repo / "snapshots" / commit)
+        (repo / "refs").mkdir()
+        (repo / "refs/main").write_text("a" * 40)
+        found = identity(lora_request=lora("poets/one"))
+        assert found == identity(lora_request=lora(repo / "snapshots" / ("a" * 40), number=2))
+        (repo / "refs/main").write_text("b" * 40)
+        assert "have changed" in identity(lora_request=lora("poets/one"))[1]
+        assert len(roots(found, identity(lora_request=lora("poets/one", number=3)))) == 2
+
+    def test_a_name_of_the_hub_that_was_not_downloaded_is_not_cached(self, identity, monkeypatch, tmp_path):
+        """B451: nothing is fetched to name a request, and no name is made of the path's text."""
+        from huggingface_hub import constants
+        from vllm import envs
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        assert identity(lora_request=lora("poets/other"))[1] is not None
+        assert identity(lora_request=lora("no/name/at/all"))[1] is not None
+        monkeypatch.setattr(envs, "VLLM_USE_MODELSCOPE", True, raising=False)
+        assert "ModelScope" in identity(lora_request=lora("poets/other"))[1]
+
+    def test_vllm_finds_adapters_where_we_look(self, adapter, monkeypatch):
+        """B451: every kind of path that needs no network is the one that vLLM opens."""
+        from vllm.lora.utils import get_adapter_absolute_path
+
+        from qkvault.integrations.vllm.fingerprint import adapter_path
+
+        one = adapter("one")
+        monkeypatch.setenv("HOME", str(one.parent))
+        monkeypatch.chdir(one.parent)
+        for path in (str(one), "~/one", "one", "./one", "/gone/one", "~/gone"):
+            assert str(Path(adapter_path(path)).absolute()) == get_adapter_absolute_path(path)
+
+    def test_files_that_change_under_a_request_end_its_stores(self, toy_engine, prompts, adapter):
+        """B450: keys are made when a request comes; what it computes once the files are others is not stored."""
+        engine = toy_engine()
+        one = adapter("one")
+        engine.add("r", prompts(400), lora_request=lora(one, anew=True))
+        engine.step()
+        engine.step()
+        retrain(one)
+        engine.run()
+        assert [bool(plan.saves) for plan in engine.plans[:3]] == [True, True, False]
+        assert not any(plan.saves for plan in engine.plans[2:])
+        assert not any(op.items for plan in engine.plans for op in plan.finals)
+        assert len(engine.texts["r"]) == 4
+        engine.assert_clean()
 
 
 def test_media_enter_the_chunks_they_touch(identity):
@@ -151,12 +276,6 @@ def test_what_cannot_be_named_is_not_cached(identity, fields, reason):
 def test_skip_can_be_switched_off_in_words(identity):
     """The text "false" is not true."""
     assert identity(params={"qkvault.skip": "false"})[1] is None
-
-
-def test_an_adapter_whose_files_are_gone_is_told_by_its_name(identity, tmp_path):
-    """An adapter that is not in a local folder is known by its path and name."""
-    gone, other = identity(lora_request=lora("hub/one")), identity(lora_request=lora("hub/other"))
-    assert len(roots(gone, other)) == 2
 
 
 @pytest.mark.parametrize(
@@ -224,16 +343,12 @@ class TestFingerprint:
 
     def test_the_same_files_elsewhere_are_the_same_model(self, fingerprint, tiny_model, tmp_path):
         """A copy of the directory under another name has the same fingerprint."""
-        import shutil
-
         copy = tmp_path / "copy"
         shutil.copytree(tiny_model, copy)
         assert fingerprint(copy) == fingerprint(tiny_model)
 
     def test_other_weights_under_one_name_are_another_model(self, fingerprint, tiny_model, tmp_path):
         """B 32: one changed byte of the weights, in a file of the same size, is another fingerprint."""
-        import shutil
-
         copy = tmp_path / "copy"
         shutil.copytree(tiny_model, copy)
         weights = bytearray((copy / "model.safetensors").read_bytes())
@@ -306,4 +421,3 @@ class TestFingerprint:
         file.write_bytes(data)
         assert files_digest(str(tmp_path)) != before
         assert files_digest(str(file)) == files_digest(str(file))
-        assert len(adapter_fingerprint(str(tmp_path))) == 16

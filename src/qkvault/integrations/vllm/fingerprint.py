@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from huggingface_hub import snapshot_download
+from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 _NUM_SAMPLES: Final = 32  # of each file, spread evenly: an edit that misses them all needs a new model_revision
 _SAMPLE_BYTES: Final = 1 << 16
 # Of a model's configuration: where it lies, and which release wrote it. Neither changes a byte of KV.
 _NO_MATTER: Final = ("_name_or_path", "transformers_version")
+
+_Stamp = tuple[str, int, int, int, int]
 
 
 def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
@@ -42,16 +47,66 @@ def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def adapter_fingerprint(path: str) -> str:
-    """16 hex digits over an adapter's files, which are read again when one of them has changed. Raises OSError."""
-    times = tuple((file.name, file.stat().st_mtime_ns) for file in _files(path))
-    return _adapter_digest(path, times)
+class Adapters:
+    """Which weights stand behind the adapters of requests, by their files. Owned by the scheduler's thread.
+
+    The engine reads an adapter once, and again if it had no place for it meanwhile: so files that change under a number
+    in use leave no telling which it has, until it is told to load them anew (``load_inplace``).
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Adapter] = {}
+
+    def name_of(self, adapter: LoRARequest) -> str:
+        """Name and digest of the adapter, a part of every key. Blocks to read files that are new or have changed.
+
+        Raises OSError if there are no weights here, or it cannot be told which of two the engine has; and ValueError.
+        """
+        path = adapter_path(adapter.lora_path)
+        files = _files(path)
+        if not any(file.suffix != ".json" for file in files):
+            msg = f"no weights of the adapter {adapter.lora_name!r} are at {path!r}"
+            raise FileNotFoundError(msg)
+        stamps = tuple(_stamp(file) for file in files)
+        known = self._known.get(adapter.lora_int_id)
+        if known is None or known.stamps != stamps or (adapter.load_inplace and known.digest is None):
+            digest = files_digest(path)[:16]
+            is_told = known is None or adapter.load_inplace or known.digest == digest
+            known = self._known[adapter.lora_int_id] = _Adapter(stamps, digest if is_told else None)
+        if known.digest is None:
+            msg = f"the files of the adapter {adapter.lora_name!r} have changed since its first use: load it in place"
+            raise OSError(msg)
+        return f"{adapter.lora_name}:{known.digest}"
+
+    def is_still(self, adapter: LoRARequest | None, name: str) -> bool:
+        """Whether ``name_of`` said this of the adapter and would say it again; "" is no adapter."""
+        try:
+            return not name or (adapter is not None and self.name_of(adapter) == name)
+        except (OSError, ValueError):
+            return False
 
 
-@lru_cache(maxsize=256)
-def _adapter_digest(path: str, times: tuple[tuple[str, int], ...]) -> str:
-    del times
-    return files_digest(path)[:16]
+class _Adapter(NamedTuple):
+    stamps: tuple[_Stamp, ...]  # of its files
+    digest: str | None  # None: it is not known which files the engine has
+
+
+def _stamp(file: Path) -> _Stamp:
+    # Also of a file that is put in place with the times of the one before.
+    stat = file.stat()
+    return str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def adapter_path(path: str) -> str:
+    """Where vLLM finds the adapter (its ``get_adapter_absolute_path``); of a hub's name what was downloaded last."""
+    if path.startswith("~"):
+        return str(Path(path).expanduser())
+    if Path(path).is_absolute() or Path(path).exists():
+        return path
+    if envs.VLLM_USE_MODELSCOPE:
+        msg = f"the adapter {path!r} is looked for at ModelScope: give its local path"
+        raise FileNotFoundError(msg)
+    return str(snapshot_download(path, local_files_only=True))
 
 
 def files_digest(path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from qkvault.integrations.vllm.fingerprint import adapter_fingerprint
+from qkvault.integrations.vllm.fingerprint import Adapters
 from qkvault.keys import TAG_PREFIXES, MediaSpan, RequestIdentity
 from qkvault.units import parse_bool
 
@@ -19,7 +19,7 @@ _SWITCHES: Final = (_SKIP, QUERIES)
 _NOBODY: Final = RequestIdentity()
 
 
-def identity_of(request: Request) -> tuple[RequestIdentity, str | None]:
+def identity_of(request: Request, adapters: Adapters) -> tuple[RequestIdentity, str | None]:
     """The request's identity, and the reason not to cache it (None: cache it).
 
     A request that carries something which changes its KV and which we cannot name is refused, never guessed at.
@@ -36,7 +36,7 @@ def identity_of(request: Request) -> tuple[RequestIdentity, str | None]:
     try:
         identity = RequestIdentity(
             cache_salt=request.cache_salt or "",
-            adapter=_adapter_of(request),
+            adapter=adapters.name_of(request.lora_request) if request.lora_request is not None else "",
             media=tuple(
                 MediaSpan(
                     digest=feature.identifier or b"",
@@ -47,16 +47,9 @@ def identity_of(request: Request) -> tuple[RequestIdentity, str | None]:
                 for feature in request.mm_features
             ),
         ).with_request_configs(params)
-    except (OSError, ValueError) as error:  # an adapter that cannot be read, a span of no tokens, a tag of two values
+    except (OSError, ValueError) as error:  # an adapter that cannot be told, a span of no tokens, a tag of two values
         return _NOBODY, str(error)
     return identity, identity.uncacheable_reason
-
-
-def _adapter_of(request: Request) -> str:
-    adapter = request.lora_request
-    if adapter is None:
-        return ""
-    return f"{adapter.lora_name}:{adapter_fingerprint(adapter.lora_path)}"
 
 
 def _refusal(params: Mapping[str, object]) -> str | None:

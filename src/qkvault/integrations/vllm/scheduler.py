@@ -2,7 +2,8 @@
 
 Runs on the scheduler's thread and copies no bytes. Every hook of vLLM may come repeated, for unknown requests, or not
 at all; queries change nothing that a later query depends on. Loads are asynchronous to vLLM: it runs a request when its
-blocks are filled, so that nothing is computed on blocks whose load failed, and those who share them wait for them.
+blocks are filled, so that nothing is computed on blocks whose load failed, and those who share them wait for them
+(docs/decisions/0014).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from qkvault.client import StoreClient
 from qkvault.config import Config
 from qkvault.errors import ProtocolError, Unavailable
+from qkvault.integrations.vllm.fingerprint import Adapters
 from qkvault.integrations.vllm.identity import identity_of
 from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
 from qkvault.integrations.vllm.query_steps import QuerySteps
@@ -68,6 +70,7 @@ class SchedulerSide:
         self._config = config
         self._stats = stats
         self._clock = clock
+        self._adapters = Adapters()
         self._tracked: dict[str, Tracked | None] = {}  # None: not to be cached
         self._loads: list[LoadOp] = []
         self._finals: list[SaveOp] = []
@@ -151,9 +154,9 @@ class SchedulerSide:
         plan = StepPlan(self._num_steps, self._loads, [], self._finals, is_idle=self._may_nap)
         self._loads, self._finals = [], []
         try:
+            plan.saves.extend(self._saves_of(output))  # first: it may find that nothing more is to be stored
             if self._queries is not None:
                 plan.query_steps, plan.query_drops = self._queries.plan(output, self._tracked)
-            plan.saves.extend(self._saves_of(output))
         except Exception as error:  # thread top: vLLM waits for the plan's loads and finals
             _log.warning("saves_not_planned", error=f"{type(error).__name__}: {error}")
         if plan.saves or plan.finals:
@@ -167,6 +170,7 @@ class SchedulerSide:
             return False
         self._forget_arrivals({request.request_id})
         self._release(tracked)
+        tracked.confirm(self._adapters)
         end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last sampled token has no KV
         has_queries = self._queries is not None and self._queries.finished(tracked, end, is_complete=is_complete)
         if not is_complete:
@@ -217,13 +221,11 @@ class SchedulerSide:
 
     def _track(self, request: Request) -> Tracked | None:
         if request.request_id not in self._tracked:
-            identity, reason = identity_of(request)
+            identity, reason = identity_of(request, self._adapters)
             if reason is not None:
                 _log.warning("request_not_cached", request=request.request_id, reason=reason)
-            is_shared = self._config.is_shared
-            self._tracked[request.request_id] = (
-                None if reason else Tracked(request, Prefix(self._space, identity, shared=is_shared))
-            )
+            prefix = Prefix(self._space, identity, shared=self._config.is_shared) if reason is None else None
+            self._tracked[request.request_id] = Tracked(request, prefix, identity.adapter) if prefix else None
         tracked = self._tracked[request.request_id]
         if tracked is not None:
             tracked.prefix.update_to(request.all_token_ids)
@@ -307,6 +309,7 @@ class SchedulerSide:
         if end < tracked.stored_tokens + self._space.chunk_size and not with_tail:
             return None
         block_ids = block_ids_of(output, request_id)
+        tracked.confirm(self._adapters)
         return self._save(tracked, end, block_ids, with_tail=with_tail) if block_ids is not None else None
 
     def _save(self, tracked: Tracked, end: int, block_ids: Sequence[int], *, with_tail: bool) -> SaveOp | None:

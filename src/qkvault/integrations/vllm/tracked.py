@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from qkvault.integrations.vllm.fingerprint import Adapters
 from qkvault.prefix import Prefix
 from qkvault.types import ChunkRefs, Medium
 
@@ -21,6 +22,7 @@ class Tracked:
 
     request: Request
     prefix: Prefix
+    adapter: str = ""  # its adapter's name, as it was when the keys were made
     lease_ids: tuple[int, ...] = ()  # by rank
     first_chunk: int = 0  # number of the first chunk in ready; vLLM has what is before it
     ready: tuple[ChunkRefs, ...] = ()  # by rank
@@ -32,13 +34,17 @@ class Tracked:
     saved_end: int = 0  # the same with the tail
     rests_until: int = 0  # the last store had no success: none is tried before this token is computed
     can_load: bool = True  # False: a load has failed, so nothing is promised again
-    can_save: bool = True  # False: its blocks may be older than a reset
+    can_save: bool = True  # False: its blocks may be older than a reset, or of an adapter's other files
     loaded_from: Counter[Medium] = field(default_factory=Counter)
 
     def is_last_step(self, num_after: int) -> bool:
         """Whether the request ends with a step that computes its tokens up to ``num_after``, as far as is known."""
         request = self.request
         return bool(request.num_output_tokens + 1 >= request.max_tokens and num_after >= request.num_tokens)
+
+    def confirm(self, adapters: Adapters) -> None:
+        """Store nothing more if the files of the request's adapter are others than when the keys were made."""
+        self.can_save = self.can_save and adapters.is_still(self.request.lora_request, self.adapter)
 
     def rewind(self, start: int) -> None:
         """What begins at ``start``, a chunk's first token, is not stored."""
