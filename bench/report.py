@@ -116,6 +116,7 @@ def verdict(row: Row, target: Target) -> Text:
         Measure.TIME: f"at most {target.bound:g} of the time of {target.against}",
         Measure.RATE: f"at least {target.bound / 1e6:g} M {row.unit.value}/s",
         Measure.SECONDS: f"at most {target.bound * 1e3:g} ms",
+        Measure.FACT: f"at most {target.bound:g} {target.against}",
     }
     scale = {Measure.RATE: 1e-6, Measure.SECONDS: 1e3}.get(target.measure, 1.0)
     if reached is None:
@@ -165,7 +166,12 @@ def _series_json(row: Row, ours: Series | None, series: Series) -> dict[str, obj
     told: dict[str, object] = {
         "name": series.name,
         "role": series.role.value,
-        "seconds": {"median": spread.median, "min": spread.least, "max": spread.most, "samples": series.seconds},
+        "seconds": {
+            "median": spread.median,
+            "min": spread.least,
+            "max": spread.most,
+            "quantiles" if series.are_quantiles else "samples": series.seconds,
+        },
         "cpu_seconds": series.cpu_seconds,
         "rate": row.amount / spread.median,
         "facts": series.facts,

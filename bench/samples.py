@@ -1,7 +1,7 @@
 """What is timed, and how: in rounds, ours and what it is held against by turns, so that noise hits both.
 
-Every sample is kept. Ratios are taken within a round and then summed up by their median, which a neighbour who comes
-and goes moves far less than the ratio of two medians.
+Every sample is kept, but of a load, of which quantiles are. Ratios are taken within a round and then summed up by their
+median, which a neighbour who comes and goes moves far less than the ratio of two medians.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Sample(NamedTuple):
 
 
 class Series(msgspec.Struct, kw_only=True):
-    """All samples of one thing. ``facts`` are shown beside it."""
+    """All samples of one thing, or quantiles of too many of them. ``facts`` are shown beside it."""
 
     name: str
     role: Role
     seconds: list[float] = msgspec.field(default_factory=list)
+    are_quantiles: bool = False  # evenly, from the least to the most
     cpu_seconds: list[float] = msgspec.field(default_factory=list)
     facts: dict[str, int | float | bool | str] = msgspec.field(default_factory=dict)
 
@@ -77,10 +78,11 @@ class Measure(str, Enum):
     TIME = "time"  # ours against another series: at most this multiple of its time
     RATE = "rate"  # units a second, at least
     SECONDS = "seconds"  # at most
+    FACT = "fact"  # a fact of ours, at most
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What we want ours to reach. ``against`` names a series."""
+    """What we want ours to reach. ``against`` names a series, or the fact."""
 
     measure: Measure
     bound: float
@@ -107,6 +109,9 @@ class Row(msgspec.Struct, kw_only=True):
 
     def reached(self, target: Target) -> float | None:
         """What ours reaches, in terms of ``target``; None if it was not measured."""
+        if target.measure is Measure.FACT:
+            found = [series.facts.get(target.against) for series in self.series if series.role is Role.OURS]
+            return None if found[:1] in ([], [None]) else float(found[0] or 0)
         ours = self.ours
         if ours is None:
             return None

@@ -33,7 +33,7 @@ class Sizes:
     index_keys: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)  # the last one is ours
     load_clients: tuple[int, ...] = (1, 4, 16, 64)
     load_chunks: int = 2_000  # that the pool holds; some half of what is asked for
-    load_seconds: float = 15.0
+    load_seconds: float = 60.0  # of each number of clients
 
 
 SIZES = {

@@ -6,18 +6,26 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("torch", reason="the benches copy tensors")
 
 
-def bench(folder: Path, *arguments: str) -> dict:
-    """Run the command, and return the document that it wrote."""
+def command_of(folder: Path, *arguments: str) -> tuple[list[str], Path]:
+    """A tiny run, and where it writes its document."""
     path = folder / "results.json"
     command = [sys.executable, "-m", "bench", *arguments, "--tiny", "--json", str(path), "--scratch", str(folder)]
+    return command, path
+
+
+def bench(folder: Path, *arguments: str) -> dict:
+    """Run the command, and return the document that it wrote."""
+    command, path = command_of(folder, *arguments)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert path.exists(), done.stdout + done.stderr
     return json.loads(path.read_text())
@@ -81,15 +89,122 @@ def test_peers_of_hashing_and_disks_that_are_not_there_are_left_out(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_server_is_held_against_a_store_in_process_in_the_same_run(micro):
+    """B402: store and retrieve beside memcpy and the same in process, lookups and round trips, each with its target."""
+    copies, others = micro["benches"]["socket"][:2], micro["benches"]["socket"][2:]
+    for row in copies:
+        assert {"memcpy, in one piece", "QKVault, in process"} <= {series["name"] for series in row["series"]}
+        assert ("speed", 0.8, "QKVault, in process") in bounds_of(row)
+    rows = {row["name"].rpartition("tokens, ")[2]: row for row in others}
+    assert bounds_of(rows["keys kept"]) == [("seconds", 0.3e-3, "")]
+    assert bounds_of(rows["list of ids"]) == [("seconds", 3e-3, "")]
+    assert bounds_of(rows["round trip"]) == [("seconds", 50e-6, "")]
+    for row in micro["benches"]["socket"]:
+        for target in row["targets"]:
+            is_least = target["measure"] == "speed"
+            assert target["met"] == (
+                target["reached"] >= target["bound"] if is_least else target["reached"] <= target["bound"]
+            )
+
+
+def bounds_of(row: dict) -> list[tuple]:
+    return [(target["measure"], target["bound"], target["against"]) for target in row["targets"]]
+
+
+@pytest.mark.slow
 def test_many_clients_are_measured_and_nothing_is_lost(tmp_path):
     """B262: each call of two clients, and no call that failed."""
-    rows = {row["name"]: row["series"][0] for row in bench(tmp_path, "load")["benches"]["load"]}
+    command, path = command_of(tmp_path, "load")
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    told = {row["name"]: row for row in json.loads(path.read_text())["benches"]["load"]}
+    rows = {name: row["series"][0] for name, row in told.items()}
     facts = rows["2 clients, lookup"]["facts"]
-    assert (facts["failed"], facts["wrong"]) == (0, 0)
+    assert (facts["failed"], facts["wrong"], facts["stale"]) == (0, 0, 0)
+    assert [target["met"] for target in told["2 clients, lookup"]["targets"]] == [True] * 3
     assert facts["found"] > 0
     assert facts["p50 us"] <= facts["p99 us"] <= facts["p999 us"]
     calls = {"lookup", "reserve", "copy in", "commit", "copy out", "release", "status"}
     assert {name.removeprefix("2 clients, ") for name in rows} == calls
+
+
+@pytest.mark.slow
+def test_what_is_kept_of_a_load_does_not_grow_with_it(tmp_path):
+    """A minute of 64 clients was 878 kB of samples."""
+    sizes = []
+    for seconds in ("0.5", "2"):
+        found = bench(tmp_path, "load", "--seconds", seconds)["benches"]["load"]
+        sizes.append(len(json.dumps(found, indent=1)))
+        for row in found:
+            quantiles = row["series"][0]["seconds"]["quantiles"]
+            assert len(quantiles) == 21
+            assert quantiles == sorted(quantiles)
+    assert max(sizes) < 12_000
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+@pytest.mark.slow
+def test_a_call_that_fails_misses_the_target_of_the_load(tmp_path):
+    """B403: the store's process is killed; the run goes on to its end, tells what failed, and its exit code is 1."""
+    command, path = command_of(tmp_path, "load", "--seconds", "6")
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        clients, deadline = [], time.monotonic() + 60
+        while len(clients) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            children = psutil.Process(running.pid).children()
+            clients = [child for child in children if "bench.load.client" in child.cmdline()]
+        next(child for child in children if "bench.micro.server" in child.cmdline()).kill()
+        told, _ = running.communicate(timeout=120)
+    assert running.returncode == 1, told
+    assert "missed  2 clients, lookup: at most 0 failed" in told
+    targets = json.loads(path.read_text())["benches"]["load"][0]["targets"]
+    assert {target["against"]: target["met"] for target in targets} == {"failed": False, "wrong": True, "stale": True}
+
+
+def test_wrong_and_stale_bytes_and_clients_that_are_gone_miss_targets():
+    """B403."""
+    code = (
+        "from bench import cli\n"
+        "from bench.load.client import CALLS\n"
+        "from bench.load.mixed import rows_of\n"
+        "from bench.samples import *\n"
+        "from bench.settings import Size\n"
+        "good = dict(failed=0, wrong=0, stale=0, found=3)\n"
+        "def missed(*counts, clients=1):\n"
+        "    rows = rows_of(clients, 1.0, [{'counts': each, 'took': dict.fromkeys(CALLS, {})} for each in counts])\n"
+        "    found = [target.against for target in rows[0].targets if not rows[0].is_met(target)]\n"
+        "    assert cli.is_missed({'load': rows}, Size.TINY) == bool(found)\n"
+        "    return found\n"
+        "assert missed(good) == []\n"
+        "for name in ('failed', 'wrong', 'stale'):\n"
+        "    assert missed(good | {name: 1}) == [name]\n"
+        "assert missed(good, clients=2) == missed() == ['failed']\n"
+        "slow = Series(name='s', role=Role.OURS, seconds=[2.0])\n"
+        "row = Row(name='r', unit=Unit.CALLS, amount=1, series=[slow], targets=(Target(Measure.SECONDS, 1),))\n"
+        "assert cli.is_missed({'lookup': [row]}, Size.QUICK)\n"
+        "assert not cli.is_missed({'lookup': [row]}, Size.TINY)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_histogram_knows_quantiles_to_a_part_in_a_hundred():
+    code = (
+        "from bench.load.histogram import Histogram\n"
+        "times = [10 ** (at / 1000 - 7) for at in range(7000)]\n"
+        "parts = Histogram(), Histogram(), Histogram()\n"
+        "for at, time in enumerate(times):\n"
+        "    parts[at % 2].add(time)\n"
+        "whole = Histogram()\n"
+        "for part in parts:\n"
+        "    whole.merge(Histogram.of_json(part.as_json()))\n"
+        "times.sort()\n"
+        "assert whole.count == len(times)\n"
+        "assert (whole.quantile(0), whole.quantile(1)) == (times[0], times[-1])\n"
+        "for at in range(1, 100):\n"
+        "    exact = times[int(at / 100 * len(times))]\n"
+        "    assert abs(whole.quantile(at / 100) / exact - 1) < 0.013, at\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.slow

@@ -83,6 +83,15 @@ def stale_pages(root: Path, generated: Sequence[tuple[str, Callable[[], str]]]) 
             yield f"{name} is not what the code generates: run `make docs`"
 
 
+def variables_not_told(root: Path) -> Iterator[str]:
+    """Whoever runs the tests can set what they read: its names begin alike, and CONTRIBUTING.md has them."""
+    told = set(re.findall(r"`(QKV_\w+?)[=`]", (root / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    for path in sorted(root.glob("tests/**/*.py")):
+        for name in re.findall(r"environ\.get\([\"'](\w+)[\"']", path.read_text(encoding="utf-8")):
+            if name not in told:
+                yield f"{path.relative_to(root)} reads {name}"
+
+
 def test_links_lead_somewhere():
     assert list(dead_links(ROOT)) == []
 
@@ -100,6 +109,11 @@ def test_generated_pages_are_fresh():
     assert list(stale_pages(ROOT, GENERATED)) == []
 
 
+def test_what_tests_read_has_one_name_that_is_told():
+    """One fuzzer was made longer by QKV_FUZZ_SECONDS and another by FUZZ_SECONDS."""
+    assert list(variables_not_told(ROOT)) == []
+
+
 @pytest.fixture
 def site(tmp_path):
     """A small repository in which every check has something to find, and something to leave alone."""
@@ -112,6 +126,8 @@ def site(tmp_path):
             "| B1 | is | `tests/test_a.py::test_f[x]`, `tests/test_a.py::TestDisk::test_load` |\n"
             "| B1 | is not | `tests/test_a.py::test_g`, `tests/test_a.py::TestDisk::test_h`, `tests/no.py::test_f` |\n"
         ),
+        "CONTRIBUTING.md": "`QKV_LONG=600` makes it long",
+        "tests/test_b.py": "x = environ.get({!r}), environ.get({!r})".format("QKV_LONG", "LONG"),
         "tests/test_a.py": "from c import Contract\ndef test_f(): ...\nclass TestDisk(Contract): ...\n",
         "src/qkvault/testing/c.py": "class Contract:\n    def test_load(self): ...\n",
     }
@@ -136,6 +152,10 @@ def test_a_wrong_number_or_citation_is_seen(site):
         "no test tests/test_a.py::TestDisk::test_h",
         "no test tests/no.py::test_f",
     ]
+
+
+def test_a_variable_that_is_not_told_is_seen(site):
+    assert list(variables_not_told(site)) == ["tests/test_b.py reads LONG"]
 
 
 def test_a_stale_page_is_seen(site):

@@ -1,7 +1,8 @@
 """Many processes on one server: each looks prompts up, loads what is cached, stores the rest, and looks at each byte.
 
 Prompts come in families with a beginning in common, some asked for often and many seldom; together they are more than
-the pool holds, so that somebody is evicted all the time.
+the pool holds, so that somebody is evicted all the time. A call that fails, or finds anything but what was stored, is a
+target that is missed.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from typing import Any
+from typing import Any, Final
 
 from bench.children import Child
-from bench.load.client import CALLS, IMAGE_BYTES
+from bench.load.client import CALLS, FAULTS, IMAGE_BYTES
+from bench.load.histogram import Histogram
 from bench.report import Screen
 from bench.rig import require_memory
-from bench.samples import Role, Row, Series, Skip, Unit
+from bench.samples import Measure, Role, Row, Series, Skip, Target, Unit
 from bench.settings import Settings
 
-START_SECONDS = 120.0
-_KEPT_SAMPLES = 999  # of each call, evenly over all of them in order
+START_SECONDS: Final = 120.0
+_QUANTILES: Final = 20  # that are kept of each call, from the least to the most
+_NO_FAULTS: Final = tuple(Target(Measure.FACT, 0, name) for name in FAULTS)
 
 
 def run(settings: Settings, screen: Screen) -> list[Row]:
@@ -28,14 +31,17 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
     require_memory(2 * ram_bytes)
     rows: list[Row] = []
     for count in settings.sizes.load_clients:
+        answers: list[dict[str, Any]] = []
         try:
-            rows += _with_clients(settings, screen, count, ram_bytes)
+            answers = _answers(settings, screen, count, ram_bytes)
         except Skip as reason:
             screen.skip(f"load, {count} clients", str(reason))
+        rows += rows_of(count, settings.load_seconds, answers)
     return rows
 
 
-def _with_clients(settings: Settings, screen: Screen, count: int, ram_bytes: int) -> list[Row]:
+def _answers(settings: Settings, screen: Screen, count: int, ram_bytes: int) -> list[dict[str, Any]]:
+    # Of those that came to the end. Raises Skip if not all can begin.
     seconds = settings.load_seconds
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qkvault-bench-"))
@@ -55,36 +61,46 @@ def _with_clients(settings: Settings, screen: Screen, count: int, ram_bytes: int
                 client.send(do="run", seconds=seconds)
             answers = []
             for client in clients:
-                answers.append(client.receive(seconds + START_SECONDS))
+                try:
+                    answers.append(client.receive(seconds + START_SECONDS))
+                except Skip as reason:
+                    screen.skip(f"load, {count} clients: {client.name}", str(reason))
                 advance()
-    return _rows(count, seconds, answers)
+    return answers
 
 
-def _rows(count: int, seconds: float, answers: list[dict[str, Any]]) -> list[Row]:
-    totals = {name: sum(answer["counts"][name] for answer in answers) for name in answers[0]["counts"]}
-    if totals["wrong"]:
-        msg = f"{totals['wrong']} chunks were found with other bytes than were stored"
-        raise RuntimeError(msg)
+def rows_of(count: int, seconds: float, answers: list[dict[str, Any]]) -> list[Row]:
+    """One for each call. The lookups' has what went wrong, even if nobody came so far as to look up.
+
+    ``answers``: those of the ``count`` clients that came to the end; each other one has failed.
+    """
+    totals = dict.fromkeys(FAULTS, 0) | {"failed": count - len(answers)}
+    for answer in answers:
+        for name, number in answer["counts"].items():
+            totals[name] = totals.get(name, 0) + number
     rows = []
     for name in CALLS:
-        taken = sorted(value for answer in answers for value in answer["seconds"][name])
-        if taken:
-            series = _series(name, taken, seconds)
-            series.facts |= totals if name == "lookup" else {}
-            rows.append(Row(name=f"{count} clients, {name}", unit=Unit.CALLS, amount=1, series=[series]))
+        took = Histogram()
+        for answer in answers:
+            took.merge(Histogram.of_json(answer["took"][name]))
+        series = _series(name, took, seconds)
+        targets: tuple[Target, ...] = ()
+        if name == "lookup":
+            series.facts |= totals
+            targets = _NO_FAULTS
+        if took.count or targets:
+            row = Row(name=f"{count} clients, {name}", unit=Unit.CALLS, amount=1, series=[series], targets=targets)
+            rows.append(row)
     return rows
 
 
-def _series(name: str, taken: list[float], seconds: float) -> Series:
-    kept = [_part(taken, at / _KEPT_SAMPLES) for at in range(_KEPT_SAMPLES)] if len(taken) > _KEPT_SAMPLES else taken
-    series = Series(name="QKVault", role=Role.OURS, seconds=kept)
-    series.facts = {"calls/s": round(len(taken) / seconds)}
-    for label, part in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
-        series.facts[f"{label} us"] = round(_part(taken, part) * 1e6, 1)
-    if name.startswith("copy"):
-        series.facts["GB/s"] = round(len(taken) * IMAGE_BYTES / seconds / 1e9, 2)
+def _series(name: str, took: Histogram, seconds: float) -> Series:
+    series = Series(name="QKVault", role=Role.OURS, are_quantiles=True)
+    if took.count:
+        series.seconds = [took.quantile(at / _QUANTILES) for at in range(_QUANTILES + 1)]
+        series.facts = {"calls": took.count, "calls/s": round(took.count / seconds)}
+        for label, part in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+            series.facts[f"{label} us"] = round(took.quantile(part) * 1e6, 1)
+        if name.startswith("copy"):
+            series.facts["GB/s"] = round(took.count * IMAGE_BYTES / seconds / 1e9, 2)
     return series
-
-
-def _part(values: list[float], part: float) -> float:
-    return values[min(len(values) - 1, int(part * len(values)))]

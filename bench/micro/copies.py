@@ -24,7 +24,9 @@ from qkvault.pool import Pool
 
 WHOLE = "memcpy, in one piece"
 PAGEWISE = "memcpy, page by page"
+IN_PROCESS = "QKVault, in process"
 PART_OF_MEMCPY = 0.8
+PART_OF_IN_PROCESS = 0.8
 PROMPTS = 1.25  # in the pool: in every round some chunks of the one before are evicted
 
 
@@ -83,7 +85,7 @@ def _one(settings: Settings, screen: Screen, geometry: Geometry, *, is_random: b
         pages = Pages(geometry, num_tokens, is_random=is_random, seed=settings.seed)
         rig = Rig(store.config, store.connect("bench"), pages, settings.seed)
         peers = stack.enter_context(lmcache_engines(settings, screen, geometry, num_tokens, is_random=is_random))
-        rows = copy_rows(settings, screen, rig, is_random=is_random, is_shared=False, peers=peers)
+        rows = copy_rows(settings, screen, rig, is_random=is_random, peers=peers)
         rig.engine.close()
     return rows
 
@@ -94,27 +96,37 @@ def copy_rows(
     rig: Rig,
     *,
     is_random: bool,
-    is_shared: bool,
     peers: dict[str, Child],
+    in_process: Rig | None = None,
 ) -> list[Row]:
-    """The two rows of a rig. ``is_shared``: the plain copies go to shared memory, too."""
+    """The two rows of a rig. ``in_process``: the rig's store is in another process, and this one's is what that costs.
+
+    The plain copies then go to shared memory, too.
+    """
     pages, rounds = rig.pages, settings.sizes.copy_rounds
     how = f"{pages.geometry.name}, {'random' if is_random else 'consecutive'} blocks"
     storing, loading = f"store, {how}", f"retrieve, {how}"
-    memory = Pool(pages.num_bytes, name="bench" if is_shared else None)
+    memory = Pool(pages.num_bytes, name=None if in_process is None else "bench")
     plain = PlainCopies(pages, np.frombuffer(memory.memory, np.uint8))
     groups = [
         _group(storing, (rig.store, plain.store_whole, plain.store_pages), peers, "store"),
         _group(loading, (rig.retrieve, plain.retrieve_whole, plain.retrieve_pages), peers, "retrieve"),
     ]
+    rigs = [rig]
+    if in_process is not None:
+        rigs.append(in_process)
+        groups[0].append(Case(storing, IN_PROCESS, Role.LIMIT, in_process.store))
+        groups[1].append(Case(loading, IN_PROCESS, Role.LIMIT, in_process.retrieve))
 
     def before(_: int) -> None:
-        rig.renew()
+        for each in rigs:
+            each.renew()
         for peer in peers.values():
             children.ask(peer, do="renew")
 
     def after(_: int) -> None:
-        pages.require_arrived()
+        for each in rigs:
+            each.pages.require_arrived()
         for peer in peers.values():
             children.ask(peer, do="verify")
 
@@ -122,9 +134,11 @@ def copy_rows(
         found = measure(groups, rounds=rounds, warmup=2, advance=advance, before=before, after=after)
     del plain, groups  # their arrays look at the memory
     memory.close()
-    targets = tuple(Target(Measure.SPEED, PART_OF_MEMCPY, against) for against in (WHOLE, PAGEWISE))
+    targets = [Target(Measure.SPEED, PART_OF_MEMCPY, against) for against in (WHOLE, PAGEWISE)]
+    if in_process is not None:
+        targets.append(Target(Measure.SPEED, PART_OF_IN_PROCESS, IN_PROCESS))
     return [
-        Row(name=name, unit=Unit.BYTES, amount=pages.num_bytes, series=series, targets=targets)
+        Row(name=name, unit=Unit.BYTES, amount=pages.num_bytes, series=series, targets=tuple(targets))
         for name, series in found.items()
     ]
 

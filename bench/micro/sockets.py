@@ -1,4 +1,4 @@
-"""The copy bench once more, with the store in another process, and what a round trip to it takes.
+"""The copy bench once more, with the store in another process and by turns in this one, and what a round trip takes.
 
 No bytes of chunks pass the socket: this process maps the pool and copies by itself. The peer is a server, too, with a
 client in another process.
@@ -19,18 +19,19 @@ from bench import children
 from bench.children import Child
 from bench.geometry import Geometry, Pages, geometries
 from bench.micro.copies import PROMPTS, copy_rows
-from bench.micro.lookups import DICT, HASHING, THIN, Lookups
+from bench.micro.lookups import DICT, HASHING, THIN, Lookups, lookup_rows
 from bench.micro.server import ECHO_BYTES
 from bench.peers import LMCACHE_SERVER, lmcache_servers
 from bench.report import Screen
-from bench.rig import Rig, pool_bytes, require_memory
-from bench.samples import Case, Role, Row, Sample, Series, Skip, Unit, measure
+from bench.rig import Rig, own_store, pool_bytes, require_memory
+from bench.samples import Case, Measure, Role, Row, Sample, Series, Skip, Target, Unit, measure
 from bench.settings import Settings
 from qkvault.client import StoreClient
 from qkvault.config import Config
 from qkvault.wire.sockets import SocketTransport
 
 ECHO = "the same bytes, echoed by a thread of that process"
+MAX_ROUND_TRIP_SECONDS = 50e-6
 TIMEOUT_SECONDS = 10.0
 START_SECONDS = 120.0
 
@@ -69,16 +70,22 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
 def _copies(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]:
     num_tokens = geometry.num_tokens(settings.sizes.copy_bytes)
     ram_bytes = pool_bytes(geometry, num_tokens, prompts=PROMPTS)
-    needed = 2 * num_tokens * geometry.token_bytes + ram_bytes + 2 * settings.sizes.copy_bytes
+    needed = 2 * (2 * num_tokens * geometry.token_bytes + ram_bytes) + 2 * settings.sizes.copy_bytes
     require_memory(needed)
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(
             lmcache_servers(settings, screen, geometry, num_tokens, is_random=True, beside=needed)
         )
         client, _ = stack.enter_context(other_process(ram_bytes))
-        pages = Pages(geometry, num_tokens, is_random=True, seed=settings.seed)
-        rig = Rig(Config(ram_bytes=ram_bytes, instance_id="bench"), client, pages, settings.seed)
-        return copy_rows(settings, screen, rig, is_random=True, is_shared=True, peers=peers)
+        store = stack.enter_context(own_store(ram_bytes))
+        clients = (client, store.connect("bench"))
+        rig, in_process = (
+            Rig(store.config, each, Pages(geometry, num_tokens, is_random=True, seed=settings.seed), settings.seed)
+            for each in clients
+        )
+        rows = copy_rows(settings, screen, rig, is_random=True, peers=peers, in_process=in_process)
+        in_process.engine.close()
+    return rows
 
 
 def _lookups(settings: Settings, screen: Screen, peers: dict[str, Child]) -> list[Row]:
@@ -107,7 +114,7 @@ def _lookups(settings: Settings, screen: Screen, peers: dict[str, Child]) -> lis
             ]
         with screen.task("socket, lookup", rounds + 3) as advance:
             found = measure([group], rounds=rounds, warmup=3, advance=advance)
-    return [Row(name=name, unit=Unit.CALLS, amount=1, series=series) for name, series in found.items()]
+    return lookup_rows(found, kept, ids)
 
 
 def _round_trips(settings: Settings, screen: Screen, peers: dict[str, Child]) -> Row:
@@ -134,7 +141,8 @@ def _round_trips(settings: Settings, screen: Screen, peers: dict[str, Child]) ->
     for series in found:
         series.facts["p50_us"] = round(_percentile(series.seconds, 0.5) * 1e6, 1)
         series.facts["p99_us"] = round(_percentile(series.seconds, 0.99) * 1e6, 1)
-    return Row(name="round trip", unit=Unit.CALLS, amount=1, series=found)
+    targets = (Target(Measure.SECONDS, MAX_ROUND_TRIP_SECONDS),)
+    return Row(name="round trip", unit=Unit.CALLS, amount=1, series=found, targets=targets)
 
 
 def _repeated(call: Callable[[], object], count: int) -> list[float]:

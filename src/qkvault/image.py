@@ -17,6 +17,7 @@ import zlib
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, TOKEN_BYTES, ChunkKey
 
@@ -93,8 +94,6 @@ def payload_check_of(payload: memoryview) -> int:
     A sector's sum is that of its 64 little-endian words, modulo 2**64. Four times as fast as crc32 of all bytes; any
     change of one word, and sectors that are lost, moved or another chunk's, go unseen once in 2**32.
     """
-    import numpy as np  # a tenth of a second that a server or a command without a disk need not wait for
-
     whole_bytes = len(payload) // _SECTOR_BYTES * _SECTOR_BYTES
     words = np.frombuffer(payload[:whole_bytes], dtype="<u8").reshape(-1, _SECTOR_BYTES // 8)
     sums = np.add.reduce(words, axis=1)  # without the interpreter's lock, as crc32

@@ -1,4 +1,4 @@
-"""Nonsense from a generator: whatever comes over HTTP, the pages go on. ``FUZZ_SECONDS`` makes it last longer."""
+"""Nonsense from a generator: whatever comes over HTTP, the pages go on. ``QKV_FUZZ_SECONDS=600`` makes it longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra `server` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `server` is not installed")
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "3"))
+SECONDS = float(os.environ.get("QKV_FUZZ_SECONDS", "3"))
 PAGES = ["/healthz", "/status", "/metrics", "/config", "/lookup", "/clear", "/freeze", "/hot-cache", "/", "/no"]
 WORDS = [
     "tokens", "text", "tokenizer", "model_name", "cache_salt", "adapter", "media", "enabled", "lower_tiers", "",

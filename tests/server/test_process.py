@@ -21,6 +21,14 @@ from qkvault.testing.transport_contract import find, read, save
 
 MAIN = "from qkvault.cli.app import main; main()"
 HEAVY = {"torch", "vllm", "transformers", "tokenizers", "starlette", "uvicorn", "zmq", "yaml"}
+READY_SECONDS = 0.5
+# What no server can do without, and by far the most of its start.
+LIBRARIES = """
+import msgspec, numpy, psutil, ssl, typer
+def main(ram: str = "") -> None: pass
+typer.run(main)
+"""
+LIBRARIES_SHARE = 1.7
 LIST_MODULES = """
 import atexit, sys
 atexit.register(lambda: print("modules", *sys.modules))
@@ -40,16 +48,28 @@ def on_disk(tmp_path):
     return ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
 
 
+def cpu_seconds_of(code):
+    process = subprocess.Popen([sys.executable, "-c", code])
+    _, _, used = os.wait4(process.pid, 0)
+    process.returncode = 0  # it was waited for
+    return used.ru_utime + used.ru_stime
+
+
 class TestStart:
     def test_it_is_ready_soon(self, start):
-        """B200: half a second of a quiet core, the pool's pre-faulting apart; here only what no import may cost."""
-        took = []
-        for _ in range(3):
+        """B200: half a second of a core, the pool's pre-faulting apart; where a core is slower, or others use it too,
+        as much more as the libraries alone take there. By turns, until the least of each tells.
+        """
+        took, libraries = [], []
+        for _ in range(8):
             server = start().wait_ready()
             times = psutil.Process(server.pid).cpu_times()
             took.append(times.user + times.system)
             assert server.stop() == 0
-        assert min(took) < 2.0, took
+            libraries.append(cpu_seconds_of(LIBRARIES))
+            if min(took) < max(READY_SECONDS, LIBRARIES_SHARE * min(libraries)):
+                return
+        pytest.fail(f"ready after {took} seconds of CPU, and the libraries alone take {libraries}")
 
     @pytest.mark.parametrize("disk", [False, True])
     def test_it_loads_no_torch(self, start, tmp_path, disk):

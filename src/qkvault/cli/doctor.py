@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
@@ -99,6 +98,8 @@ def _versions() -> Iterator[Finding]:
 
 
 def _version_of(distribution: str) -> str | None:
+    from importlib import metadata  # it loads the parsers of mail, which no other command needs
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
