@@ -183,6 +183,12 @@ def server_process() -> type:
     return _sibling("real_server").Server
 
 
+@pytest.fixture(scope="session")
+def engine_process() -> type:
+    """``Engine`` of the module ``real_server``: an engine in a process of its own that is told what to do."""
+    return _sibling("real_server").Engine
+
+
 def prompt_of(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 512) for _ in range(count)]
 

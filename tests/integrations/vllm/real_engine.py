@@ -27,34 +27,38 @@ DOORS = {
 }
 
 
+OURS = {"qkvault.chunk_size": 64, "qkvault.ram_bytes": "64MiB", "qkvault.prefault": False}
+SMALL = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 128,
+    "enforce_eager": True,
+}
+
+
+def arguments_of(
+    model: str, settings: dict[str, Any] | None, options: dict[str, Any], door: str = "by name"
+) -> dict[str, Any]:
+    """What vLLM is told to start with: small, and with our connector unless ``settings`` is None."""
+    ours: dict[str, Any] = {}
+    if settings is not None:
+        ours["kv_transfer_config"] = {
+            **DOORS[door],
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": OURS | settings,
+        }
+    always = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, "disable_log_stats": False}
+    return {"model": model, **always, **SMALL, **ours, **options}
+
+
 class RealEngine:
     """One ``LLM``, with our connector unless ``settings`` is None. Prompts are token ids; decoding is greedy."""
 
     def __init__(
         self, model: str, settings: dict[str, Any] | None = None, *, door: str = "by name", **options: Any
     ) -> None:
-        ours = {"qkvault.chunk_size": 64, "qkvault.ram_bytes": "64MiB", "qkvault.prefault": False}
-        if settings is not None:
-            options["kv_transfer_config"] = {
-                **DOORS[door],
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": ours | settings,
-            }
-        defaults = {
-            "max_model_len": 2048,
-            "max_num_batched_tokens": 256,
-            "max_num_seqs": 8,
-            "num_gpu_blocks_override": 128,
-            "enforce_eager": True,
-        }
-        self.llm = LLM(
-            model=model,
-            skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=32,
-            disable_log_stats=False,
-            **defaults | options,
-        )
+        self.llm = LLM(**arguments_of(model, settings, options, door))
         self.num_preempted = 0
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
             self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler

@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HITS_WITHIN_SECONDS = 2.0
-
-
-class Engine:
-    """An engine that is told what to do."""
-
-    def __init__(self, model, settings):
-        program = str(Path(__file__).with_name("engine_child.py"))
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, program, json.dumps({"model": model, "settings": settings})],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-
-    def told(self):
-        for line in self.process.stdout:
-            if line.startswith("TOLD "):
-                return json.loads(line.removeprefix("TOLD "))
-        pytest.fail("the engine has ended")
-
-    def ask(self, *prompts, forgets=False, max_tokens=8):
-        self.process.stdin.write(json.dumps({"prompts": prompts, "forgets": forgets, "max_tokens": max_tokens}) + "\n")
-        self.process.stdin.flush()
-        return self.told()
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.stdout.close()
-        assert self.process.wait(120) == 0
 
 
 @pytest.fixture
@@ -55,11 +22,25 @@ def stack():
 
 
 @pytest.fixture
+def start_engines(stack, engine_process, tiny_model):
+    """Starts so many engines at the same time."""
+
+    def start(settings, count):
+        engines = [engine_process(tiny_model, settings) for _ in range(count)]
+        for engine in engines:
+            stack.callback(engine.close)
+            assert engine.told() == "ready"
+        return engines
+
+    return start
+
+
+@pytest.fixture
 def address(tmp_path):
     return f"unix://{tmp_path}/s"
 
 
-def test_engines_share_a_server_and_outlive_it(stack, server_process, tiny_model, tmp_path, address):
+def test_engines_share_a_server_and_outlive_it(stack, server_process, start_engines, tmp_path, address):
     """B97, B104: a prompt that one has computed the other hits, with the same text; the server is killed under load and
     both go on without an error; it is started again, and hits are back in two seconds, from disk for what was stored.
     """
@@ -67,11 +48,7 @@ def test_engines_share_a_server_and_outlive_it(stack, server_process, tiny_model
     prompt, *others = ([rng.randrange(3, 500) for _ in range(300)] for _ in range(12))
     server = server_process(address, tmp_path / "disk")
     settings = {"qkvault.address": address, "qkvault.ram_bytes": "5GiB", "qkvault.prefault": True}
-    engines = [Engine(tiny_model, settings) for _ in range(2)]
-    for engine in engines:
-        assert engine.told() == "ready"
-        stack.callback(engine.close)
-    one, other = engines
+    one, other = start_engines(settings, 2)
 
     first = one.ask(prompt)
     second = other.ask(prompt)
