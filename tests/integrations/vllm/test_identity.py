@@ -199,8 +199,8 @@ class TestAdapters:
         one = adapter("one")
         monkeypatch.setenv("HOME", str(one.parent))
         monkeypatch.chdir(one.parent)
-        for path in (str(one), "~/one", "one", "./one", "/gone/one", "~/gone"):
-            assert str(Path(adapter_path(path)).absolute()) == get_adapter_absolute_path(path)
+        for path in (str(one), "~/one", "one", "./one", "/gone/one", "~/gone", "~nobody-here/one"):
+            assert str(Path.cwd() / adapter_path(path)) == str(Path.cwd() / get_adapter_absolute_path(path))
 
     def test_files_that_change_under_a_request_end_its_stores(self, toy_engine, prompts, adapter):
         """B450: keys are made when a request comes; what it computes once the files are others is not stored."""

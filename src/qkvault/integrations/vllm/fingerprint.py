@@ -100,7 +100,7 @@ def _stamp(file: Path) -> _Stamp:
 def adapter_path(path: str) -> str:
     """Where vLLM finds the adapter (its ``get_adapter_absolute_path``); of a hub's name what was downloaded last."""
     if path.startswith("~"):
-        return str(Path(path).expanduser())
+        return os.path.expanduser(path)  # noqa: PTH111  # as vLLM does: Path raises for an unknown user
     if Path(path).is_absolute() or Path(path).exists():
         return path
     if envs.VLLM_USE_MODELSCOPE:
