@@ -195,7 +195,8 @@ class StoreDriver:
         self.pool.close()
 
     def _has_no_jobs(self) -> bool:
-        return self.manager.tiering.num_pending == 0
+        tiering = self.manager.tiering
+        return tiering.num_pending == 0 and (self.manager.is_frozen or not tiering.is_behind)
 
     def _after_change(self) -> None:
         # Holding the lock. Tiers take jobs without blocking.
@@ -222,12 +223,14 @@ class StoreDriver:
                 _log.warning("instance_silent", instance=instance.instance_id, role=instance.role, pid=instance.pid)
             for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
                 try:
-                    book.is_healthy = tier.is_healthy
+                    self.manager.tiering.hear(book, tier)
                     for result in tier.poll():
                         self.manager.on_job_done(result)
                 except Exception:  # thread top: one tier's fault is not the others'
                     book.is_healthy = False
                     _log.exception("tier_poll_failed", tier=tier.name)
+            if self.manager.catch_up(self._clock()):
+                self._wake.set()  # others may have the lock in between
             self._after_change()
             self._changed.notify_all()
 
@@ -307,4 +310,5 @@ class StoreDriver:
             is_scanning=not self._scan.is_over,
             instances=self._sessions.instances(self._clock(), lambda session_id: len(leases.of_session(session_id))),
             spaces=self._sessions.spaces,
+            tiers=self.tiers,
         )

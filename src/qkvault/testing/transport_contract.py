@@ -25,10 +25,10 @@ from qkvault.client import StoreClient
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
 from qkvault.policies.lru import LruPolicy
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import TierBook
 from qkvault.testing.dict_tier import DictTier
 from qkvault.testing.store_model import ROOT, ModelChunk, checks_of, chunks_of, keys_of, tokens_of
 from qkvault.testing.wrappers import FaultyTier
