@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from qkvault.errors import InvariantError
+from qkvault.errors import InvariantError, UnknownMedium
 from qkvault.events import StoreEvent
 from qkvault.logs import get_logger
 from qkvault.pool import Pool
@@ -109,9 +109,12 @@ class StoreDriver:
             if self._is_closing or session is None:
                 return m.Failed("closed", "the session has ended")
             try:
+                self.manager.tiering.require_media(_media_of(request))
                 reply = self._answer(session_id, session, request)
             except InvariantError as error:
                 reply = m.Failed("invariant", str(error))
+            except UnknownMedium as error:
+                reply = m.Failed("argument", str(error))
             except ValueError as error:
                 reply = m.Failed("protocol", str(error))
             except Exception as error:  # thread top: one client's request must not take the store down
@@ -312,3 +315,10 @@ class StoreDriver:
             spaces=self._sessions.spaces,
             tiers=self.tiers,
         )
+
+
+def _media_of(request: m.AnyRequest) -> list[str]:
+    # The media that lookups are confined to.
+    each = request.requests if isinstance(request, m.Several) else (request,)
+    asked = [one.search_range for one in each if isinstance(one, m.Lookup | m.Match | m.Inspect)]
+    return [name for names in asked for name in names or ()]

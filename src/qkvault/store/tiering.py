@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain, islice
 from typing import Final
 
-from qkvault.errors import InvariantError
+from qkvault.errors import InvariantError, UnknownMedium
 from qkvault.image import sketch_bytes_for
 from qkvault.spaces import kind_in
 from qkvault.store.book import TierBook
@@ -19,7 +19,7 @@ from qkvault.store.missed import is_wanted
 from qkvault.store.room import Room
 from qkvault.store.tier_jobs import ABSENT, CORRUPT, SUPERSEDED, UNAVAILABLE, TierJobs
 from qkvault.tiers.base import Found, JobKind, JobResult, Tier
-from qkvault.types import CacheKind, ChunkState
+from qkvault.types import CacheKind, ChunkState, Medium
 
 _SLICE: Final = 256  # entries that are looked at in one go while a tier catches up, or was emptied
 _CATCH_UP_BYTES: Final = 64 << 20  # of images that one tier is given to catch up with: they cannot leave RAM meanwhile
@@ -52,6 +52,13 @@ class Tiering(TierJobs):
                 if entry.tiers & book.bit and book.is_healthy and (search_range is None or book.name in search_range):
                     return book
         return None
+
+    def require_media(self, names: Iterable[str]) -> None:
+        """Raise UnknownMedium unless each of ``names`` is RAM or a tier."""
+        known = [Medium.RAM.value, *(book.name for book in self.books)]
+        if unknown := [name for name in names if name not in known]:
+            msg = f"search_range names {', '.join(map(repr, unknown))}: the media of this store are {', '.join(known)}"
+            raise UnknownMedium(msg)
 
     def hear(self, book: TierBook, tier: Tier) -> None:
         """Take over how ``tier``, that of ``book``, is now."""
