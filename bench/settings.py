@@ -34,12 +34,13 @@ class Sizes:
     load_clients: tuple[int, ...] = (1, 4, 16, 64)
     load_chunks: int = 2_000  # that the pool holds; some half of what is asked for
     load_seconds: float = 60.0  # of each number of clients
+    scan_files: int = 100_000
 
 
 SIZES = {
     Size.FULL: Sizes(131_072, 30, 512 << 20, 9, 512 << 20, 7, 200, 20, 2_790, 5),
-    Size.QUICK: Sizes(131_072, 10, 128 << 20, 5, 256 << 20, 3, 100, 10, 2_790, 3, load_seconds=4.0),
-    Size.TINY: Sizes(2_048, 2, 1 << 20, 2, 1 << 20, 2, 10, 2, 200, 1, (1_000, 2_000), (2,), 100, 0.5),
+    Size.QUICK: Sizes(131_072, 10, 128 << 20, 5, 256 << 20, 3, 100, 10, 2_790, 3, load_seconds=4.0, scan_files=10_000),
+    Size.TINY: Sizes(2_048, 2, 1 << 20, 2, 1 << 20, 2, 10, 2, 200, 1, (1_000, 2_000), (2,), 100, 0.5, 200),
 }
 
 

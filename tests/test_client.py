@@ -72,7 +72,7 @@ def test_the_chunk_after_the_last_one_is_matched(num_ready, num_pending):
 def test_the_tail_is_looked_for_in_the_same_media():
     """B22: `search_range` holds for both questions."""
     transport = Scripted(m.Located(0, ChunkRefs(), 0, can_fork=True), NOTHING)
-    StoreClient(transport).find(b"root", b"", b"", tokens_of, search_range=("disk",))
+    StoreClient(transport).find(b"root", b"", b"", tokens_of, search_range=("LocalDiskBackend",))
     assert [request.search_range for request in transport.asked] == [("disk",), ("disk",)]
 
 

@@ -3,12 +3,16 @@
 The raw files are as many and as large as ours, and moved by as many threads; like ours they are not synced. Ours are
 also checked: a sum over every payload, on the way out and on the way in. A peer stores until it finds all on disk, and
 its files leave the page cache before they are loaded, as all do.
+
+And the scan of a directory of many small files at start, beside listing it and reading the head of each: both out of
+the page cache, so what is measured is the work of the processor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,10 +29,16 @@ from bench.rig import Rig, own_store, pool_bytes, require_memory
 from bench.samples import Case, Measure, Role, Row, Skip, Target, Unit, measure
 from bench.settings import Settings
 from qkvault.embedded import EmbeddedStore
+from qkvault.image import Header, write_header
 from qkvault.pool import Pool
+from qkvault.tiers import disk_files
+from qkvault.tiers.disk import DiskTier
+from qkvault.types import HASH_BYTES, SPACE_BYTES, TOKEN_BYTES, ChunkKey
 
 PART_OF_RAW = 0.8
 DRAIN_SECONDS = 300.0
+SCAN_SECONDS_A_FILE = 100e-6  # 100,000 files in ten seconds
+HEAD_BYTES = 4096
 
 
 def run(settings: Settings, screen: Screen) -> list[Row]:
@@ -39,7 +49,7 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
             rows += _one(settings, screen, geometry)
         except Skip as reason:
             screen.skip(f"disk, {geometry.name}", str(reason))
-    return rows
+    return [*rows, _scans(settings, screen)]
 
 
 def _one(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]:
@@ -125,3 +135,61 @@ def _rounds(
         Row(name=name, unit=Unit.BYTES, amount=pages.num_bytes, series=series, targets=(target,))
         for name, series in found.items()
     ]
+
+
+def _scans(settings: Settings, screen: Screen) -> Row:
+    count, rounds = settings.sizes.scan_files, settings.sizes.disk_rounds
+    name, limit = f"scan of {count} files at start", "os.scandir, open and read of the heads"
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qkvault-bench-", dir=settings.scratch)))
+        _make_files(folder, count, settings.seed)
+        tier = DiskTier(folder, 1 << 40)
+        stack.callback(tier.close)
+
+        def scan() -> None:
+            _require_all(sum(map(len, tier.scan())), count)
+
+        def read() -> None:
+            _require_all(_read_heads(str(folder)), count)
+
+        group = [Case(name, "QKVault", Role.OURS, scan), Case(name, limit, Role.LIMIT, read)]
+        with screen.task("disk, scan", rounds + 1) as advance:
+            found = measure([group], rounds=rounds, advance=advance)
+    target = Target(Measure.SECONDS, count * SCAN_SECONDS_A_FILE)
+    return Row(name=name, unit=Unit.CALLS, amount=count, series=found[name], targets=(target,))
+
+
+def _make_files(folder: Path, count: int, seed: int) -> None:
+    # Chunks as an engine leaves them, one chain, with next to no payload: a page of header, a page that is a hole.
+    rng = np.random.default_rng(seed)
+    space, image = rng.bytes(SPACE_BYTES), memoryview(bytearray(HEAD_BYTES + 1))
+    parent = ChunkKey(space + bytes(HASH_BYTES))
+    for _ in range(count):
+        key = ChunkKey(space + rng.bytes(HASH_BYTES))
+        write_header(image, Header(key, parent, rng.bytes(CHUNK_TOKENS * TOKEN_BYTES), b"bench", HEAD_BYTES, 1, 0))
+        path = disk_files.path_of(str(folder), key)
+        disk_files.make_folders(path)
+        with Path(path).open("wb") as file:
+            file.write(image[:HEAD_BYTES])
+            file.truncate(2 * HEAD_BYTES)
+        parent = key
+
+
+def _read_heads(folder: str) -> int:
+    num_files = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                num_files += _read_heads(entry.path)
+            elif entry.name.endswith(disk_files.CHUNK_SUFFIX):
+                descriptor = os.open(entry.path, os.O_RDONLY)
+                os.pread(descriptor, HEAD_BYTES, 0)
+                os.close(descriptor)
+                num_files += 1
+    return num_files
+
+
+def _require_all(num_found: int, count: int) -> None:
+    if num_found != count:
+        msg = f"{num_found} of {count} files were found"
+        raise RuntimeError(msg)

@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
-from qkvault.errors import InvariantError, ProtocolError, Unavailable
+from qkvault.errors import InvariantError, ProtocolError, Unavailable, UnknownMedium
 from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, CacheKind, ChunkRef, Medium, NewChunk
 from qkvault.wire import messages as m
 from qkvault.wire.transport import PoolView, Transport
@@ -15,13 +15,20 @@ from qkvault.wire.transport import PoolView, Transport
 R = TypeVar("R", bound=m.Reply)
 
 _NAP_SECONDS: Final = 0.005  # between two looks at a lease with chunks on their way
-_ERRORS: Final[dict[str, type[Exception]]] = {"protocol": ProtocolError, "invariant": InvariantError}
+_ERRORS: Final[dict[str, type[Exception]]] = {
+    "protocol": ProtocolError,
+    "argument": UnknownMedium,
+    "invariant": InvariantError,
+}
+# What the media are called elsewhere (decision 0002): taken for ours.
+_ALIASES: Final = {"LocalCPUBackend": Medium.RAM.value, "LocalDiskBackend": Medium.DISK.value}
 
 
 class StoreClient:
     """One session with a store. Thread-safe as far as its transport is.
 
-    Every method raises Unavailable when the store cannot be reached; integrations treat that as a miss.
+    Every method raises Unavailable when the store cannot be reached; integrations treat that as a miss. Where a
+    ``search_range`` is given, a medium that the store does not have is UnknownMedium, a ValueError.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -216,4 +223,4 @@ def _sum(one: dict[Medium, int], other: dict[Medium, int]) -> dict[Medium, int]:
 
 
 def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if names is None else tuple(names)
+    return None if names is None else tuple(_ALIASES.get(name, name) for name in names)

@@ -17,10 +17,10 @@ from qkvault.connecting import socket_address
 from qkvault.errors import ConfigError
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
 from qkvault.types import TRANSFER_QUERY, CacheKind, Medium
 from qkvault.wire.inproc import InprocTransport

@@ -157,7 +157,7 @@ class CacheEngine:
 
         ``search_range`` names the media to ask (row 22). ``pin`` keeps what was found until ``lookup_unpin`` or until
         its lease runs out, and needs a ``lookup_id``; the same id again replaces its pins. Less than ``min_hit_tokens``
-        is 0. Raises ValueError.
+        is 0. Raises ValueError, also for a medium that the store does not have.
         """
         if pin and lookup_id is None:
             msg = "pin needs a lookup_id"

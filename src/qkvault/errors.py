@@ -9,7 +9,7 @@ QKVaultError
 └─ InvariantError      a bug of ours
 
 A miss is a value, never an exception; so is a full pool (``Outcome.NO_ROOM``).
-``ValueError`` is for wrong arguments of public calls.
+``ValueError`` is for wrong arguments of public calls; one is ``UnknownMedium``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Unavailable(QKVaultError):
 
 class DeadlineExceeded(Unavailable):
     """An answer did not come in time."""
+
+
+class UnknownMedium(ValueError):
+    """A lookup is confined to a medium that the store does not have."""
 
 
 class InvariantError(QKVaultError):

@@ -27,6 +27,7 @@ ALIGNMENT_BYTES: Final = 4096
 PREFIX_BYTES: Final = 192
 # magic, version, flags, header_bytes, num_tokens, payload_bytes, payload_check, header_crc, space_bytes, key, parent
 _PREFIX: Final = struct.Struct("<4sHHIIQIII48s48s")
+MAGIC_AND_FORMAT: Final = MAGIC + FORMAT_VERSION.to_bytes(2, "little")  # how every image begins
 _CRC_SPAN: Final = slice(28, 32)  # header_crc inside the prefix; zero while the check sum is computed
 _PAYLOAD_CHECK: Final = struct.Struct("<I")
 _PAYLOAD_CHECK_OFFSET: Final = 24

@@ -14,6 +14,7 @@ import msgspec
 
 from qkvault.errors import Unavailable
 from qkvault.stats import CHUNK_OUTCOMES, MEDIA, OPERATIONS, STAGES, Stats
+from qkvault.tiers.base import SCAN_FAULTS
 from qkvault.types import Outcome
 from qkvault.wire.messages import Status
 
@@ -135,6 +136,13 @@ STORE_METRICS: Final = (
     _of_store("loaded_chunks", "Chunks that came up from a tier.", "loaded", tier=TIERS),
     _of_store("loaded_bytes", "Bytes that came up from a tier.", "loaded_bytes", tier=TIERS),
     _of_store("failed_chunks", "Chunks that a tier failed on.", "failed", tier=TIERS, reason=FAILURE_REASONS),
+    _of_store(
+        "scan_removed_files",
+        "Files that a scan has removed: no whole chunks of ours.",
+        "scan_removed",
+        tier=TIERS,
+        reason=SCAN_FAULTS,
+    ),
 )
 
 QUERY_METRICS: Final = (

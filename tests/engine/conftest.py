@@ -17,10 +17,10 @@ from qkvault.layout import ChunkLayout
 from qkvault.paged import PagedConnector
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.driver import StoreDriver
 from qkvault.store.manager import StorageManager
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import TierBook
 from qkvault.testing.fake_engine import FakeEngine
 from qkvault.tiers.base import Tier
 from qkvault.types import CacheKind

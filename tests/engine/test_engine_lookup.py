@@ -127,7 +127,7 @@ def test_the_least_hit_counts_what_would_be_loaded(cache, make_site, make_tokens
 
 
 def test_only_the_named_media_are_asked(make_cache, make_site, make_tokens):
-    """B22: RAM alone, the tier alone, both, or none of those there are; RAM alone promotes nothing."""
+    """B22, B438: RAM alone, the tier alone, both, or none of those there are; RAM alone promotes nothing."""
     cache = make_cache(DictTier())
     site = make_site(cache)
     tokens = make_tokens(2 * CHUNK + BLOCK)
@@ -137,7 +137,9 @@ def test_only_the_named_media_are_asked(make_cache, make_site, make_tokens):
     ask = site.engine.lookup
     assert ask(tokens, search_range=["ram"]) == 0
     assert cache.counters["chunks_promoted"] == 0
-    assert ask(tokens, search_range=["elsewhere"]) == 0
+    assert ask(tokens, search_range=["LocalCPUBackend"]) == 0  # what RAM is called elsewhere
+    with pytest.raises(ValueError, match="names 'elsewhere': the media of this store are ram, dict"):
+        ask(tokens, search_range=["ram", "elsewhere"])
     assert ask(tokens, search_range=[]) == 0
     assert ask(tokens, search_range=["dict"]) == len(tokens)
     cache.drain()

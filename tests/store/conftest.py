@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from qkvault.image import read_header, seal, verify_payload
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.manager import StorageManager
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import TierBook
-from qkvault.testing import FakeClock
+from qkvault.testing import DictTier, FakeClock
 from qkvault.testing.store_model import QUERY_ROOT, ROOT, checks_of, chunks_of, keys_of, tokens_of
 from qkvault.tiers.base import JobKind, JobResult
 from qkvault.types import CacheKind, ChunkState, Medium, Outcome
@@ -38,6 +38,12 @@ def root_of(prompt):
 
 def chunks(prompt, version=0):
     return chunks_of(tokens(prompt), CHUNK_SIZE, root=root_of(prompt), version=version, token_payload_bytes=128)
+
+
+class Told(DictTier):
+    """How a tier is."""
+
+    can_store, num_losses = True, 0
 
 
 class Desk:
@@ -188,6 +194,20 @@ class Desk:
             piece.image[:] = files[piece.key]
             verify_payload(piece.image, read_header(piece.image))
         return ""
+
+    def is_told(self, *, is_healthy=True, can_store=True, num_losses=0, number=0):
+        """A tier says how it is."""
+        tier = Told()
+        tier.is_healthy, tier.can_store, tier.num_losses = is_healthy, can_store, num_losses
+        self.store.tiering.hear(self.books[number], tier)
+
+    def catch_up(self, num_rounds=6, fail=None):
+        """Time passes, and tiers are given what they missed."""
+        for _ in range(num_rounds):
+            self.store.catch_up(self.clock())
+            self.clock.advance(1.0)
+            self.settle()
+            self.end_jobs(fail)
 
     # State
 

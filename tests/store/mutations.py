@@ -20,6 +20,7 @@ SUITE = ["tests/store", "tests/wire", "tests/policies", "tests/tiers", "tests/te
 CORE, INDEX, MANAGER, ROOM = "store/core.py", "store/index.py", "store/manager.py", "store/room.py"
 LEAVING = "store/leaving.py"
 RESIDENTS, TIERING, SESSIONS = "store/residents.py", "store/tiering.py", "store/sessions.py"
+TIER_JOBS = "store/tier_jobs.py"
 CONNECTION, LISTEN, REMOTE, SOCKETS = "wire/connection.py", "wire/listen.py", "wire/remote.py", "wire/sockets.py"
 
 # name: file, what stands there (once), what stands there instead
@@ -29,7 +30,7 @@ MUTATIONS = {
         "        lease.entries.append(entry)\n        return Outcome.RESERVED\n",
         "        lease.entries.append(entry)\n        self._publish([entry])\n        return Outcome.RESERVED\n",
     ),
-    "lookup does not compare checks": (MANAGER, "alike = run[: self._num_alike(packed, checks)]", "alike = run"),
+    "lookup does not compare checks": (MANAGER, "alike = run[: packed.num_alike(checks)]", "alike = run"),
     "lookup skips the parent": (INDEX, "entry.parent is None or entry.parent is not parent", "entry.parent is None"),
     "a run trusts the last key": (INDEX, "if num_known and node is not root:", "if num_known and node is None:"),
     "a run that passes the root is one": (INDEX, "if num_known and node is not root:", "if len(run) < num_known:"),
@@ -63,7 +64,7 @@ MUTATIONS = {
     ),
     "a chunk that is gone stays in the index": (
         TIERING,
-        "elif reason != UNAVAILABLE and entry.tiers & book.bit:",
+        'elif reason not in ("", UNAVAILABLE) and entry.tiers & book.bit:',
         "elif not reason:",
     ),
     "slots of a late writer are freed": (
@@ -97,9 +98,72 @@ MUTATIONS = {
         "            self._forget_all([child for child in entry.children if child.state is ChunkState.ABSENT])\n",
         "            pass\n",
     ),
-    "shorter tails are kept": (MANAGER, 'self._doom(sibling, "superseded")', "pass"),
-    "a tier has no cap": (
+    "shorter tails are kept": (CORE, "self._doom(sibling, SUPERSEDED)", "pass"),
+    "a shorter tail leaves a tier before the longer one is there": (
+        LEAVING,
+        "if reason == SUPERSEDED:",
+        "if not reason:",
+    ),
+    "a shorter tail never leaves a tier": (
+        MANAGER,
+        "                self._supersede(entry)\n        if kind",
+        "        if kind",
+    ),
+    "what is superseded is not cleared": (
+        LEAVING,
+        'if entry.doom in ("", SUPERSEDED):  # what',
+        "if not entry.doom:  # what",
+    ),
+    "what failed is never written again": (
         TIERING,
+        "            self._miss(book, entry)\n            book.rest()\n",
+        "            book.rest()\n",
+    ),
+    "a tier that fails has no rest": (
+        TIERING,
+        "            self._miss(book, entry)\n            book.rest()\n",
+        "            self._miss(book, entry)\n",
+    ),
+    "what came while a tier was down is never written": (
+        TIERING,
+        "            for entry in lacking:\n                self._miss(book, entry)\n",
+        "            for entry in lacking:\n",
+    ),
+    "a chunk is written where nobody would find it": (TIERING, "elif not book.holds_parent(entry):", "elif not book:"),
+    "what hangs on a chunk that a tier got late is forgotten": (
+        TIERING,
+        "book.missed.add_first(child for child in entry.children if is_wanted(child, book.holds))",
+        "pass",
+    ),
+    "a tier that is read-only is given what it missed": (
+        "store/book.py",
+        " and self.is_healthy and self.can_store and",
+        " and self.is_healthy and",
+    ),
+    "what is present is not written to a tier that lacks it": (MANAGER, "            self.tiering.miss(known)\n", ""),
+    "a tier that has lost all keeps its book": (
+        TIERING,
+        "book.num_losses, book.is_emptied = tier.num_losses, True",
+        "book.num_losses = tier.num_losses",
+    ),
+    "what was stored before a loss counts after it": (
+        TIERING,
+        "is_done = not reason and not pending.is_void",
+        "is_done = not reason",
+    ),
+    "what has left RAM is missed": (TIERING, "        room.on_taken(self._left_ram)\n", ""),
+    "a directory that was made anew is the old one": (
+        "tiers/disk_files.py",
+        "return not os.path.samestat(os.fstat(before), os.fstat(folder))",
+        "return False",
+    ),
+    "a full disk stops the start": (
+        "tiers/disk_files.py",
+        "        if error.errno not in CANNOT_WRITE:\n            raise\n        probe_read",
+        "        if error.errno:\n            raise\n        probe_read",
+    ),
+    "a tier has no cap": (
+        TIER_JOBS,
         "excess_bytes(kind, num_bytes) <= 0:\n",
         "excess_bytes(kind, num_bytes) is not None:\n",
     ),
@@ -183,7 +247,7 @@ MUTATIONS = {
     "forget leaves tiers alone": (LEAVING, "        self.tiering.delete(entry, reason)\n", ""),
     "what is read is not forgotten": (
         CORE,
-        "going = [entry for entry in found if entry.is_somewhere and not entry.doom]",
+        'going = [entry for entry in found if entry.is_somewhere and entry.doom in ("", SUPERSEDED)]',
         "going = [entry for entry in found if entry.is_somewhere and not entry.pins]",
     ),
     "what is cleared is found until its turn": (
@@ -193,8 +257,8 @@ MUTATIONS = {
     ),
     "what is evicted before its turn stays doomed": (
         LEAVING,
-        "            self.num_doomed -= 1\n",
-        "            pass\n",
+        "if entry.doom and not entry.pins and not entry.is_somewhere:",
+        "if not entry:",
     ),
     "a disk that hangs holds up every lookup": (
         "store/scan.py",
@@ -209,7 +273,7 @@ MUTATIONS = {
     "a lookup does not look for what is doomed": (CORE, "if self.num_doomed == 0 else list(range(len(run)))", ""),
     "forget counts what has gone already": (
         CORE,
-        "going = [entry for entry in found if entry.is_somewhere and not entry.doom]",
+        'going = [entry for entry in found if entry.is_somewhere and entry.doom in ("", SUPERSEDED)]',
         "going = [entry for entry in found if entry.is_somewhere]",
     ),
     "match asks every medium": (

@@ -294,6 +294,20 @@ class TestScans:
         tier.gate.set()
         assert driver.drain(WAIT_SECONDS)
 
+    def test_a_tail_is_found_when_the_scan_has_come_to_it(self, start):
+        """B439: its key is not among those of the whole chunks, which are found before."""
+        tier = Gated(filled("aabbc"))
+        driver = start(tier)
+        client = connect(driver)
+        assert tier.is_scanning.wait(WAIT_SECONDS)
+        for is_over, num_tokens in ((False, 64), (True, 80)):
+            located = client.wait(find(client, "aabbc"), WAIT_SECONDS, time.monotonic)
+            assert read(client, located, "aabbc") == num_tokens
+            client.release(located.lease_id)
+            if not is_over:
+                tier.gate.set()
+                assert driver.drain(WAIT_SECONDS)
+
     def test_a_clear_covers_what_a_scan_has_not_come_to(self, start):
         """Neither the scan nor a question by key brings it back, and it is removed."""
         tier = Gated(filled("aabb"))

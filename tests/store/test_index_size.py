@@ -9,9 +9,9 @@ import pytest
 
 from qkvault.policies.lru import LruPolicy
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.manager import StorageManager
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import TierBook
 from qkvault.testing.store_model import ROOT
 from qkvault.tiers.base import Found
 from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, Medium, NewChunk

@@ -77,7 +77,7 @@ def test_an_event_tells_all_of_a_chunk(make_desk):
 
 def test_every_removal_has_its_reason(make_desk):
     """B57: evicted, cooled, cleared, superseded, absent, corrupt: each cause once."""
-    desk = make_desk(slots=3, caps=[2])
+    desk = make_desk(slots=3, caps=[3])
     desk.store.take_events()
     desk.save("aab")
     desk.end_jobs()
@@ -103,7 +103,8 @@ def test_every_removal_has_its_reason(make_desk):
     desk.store.clear()
     desk.release(held)
     desk.end_jobs()
-    assert reasons(desk) == {(name, tier, "cleared") for name in ("xx", "xxyy") for tier in ("ram", "disk")}
+    gone = {(name, tier, "cleared") for name in ("xx", "xxyy") for tier in ("ram", "disk")}
+    assert reasons(desk) == {*gone, ("xxyyzz", "disk", "cleared")}
 
 
 def test_without_a_listener_no_events_are_kept(desk):

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from qkvault.image import key_in, read_header, seal, sketch_of, verify_payload
 from qkvault.policies import POLICIES
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.manager import StorageManager
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import TierBook
-from qkvault.testing import FakeClock, StoreModel
+from qkvault.testing import DictTier, FakeClock, StoreModel
 from qkvault.testing.store_model import QUERY_ROOT, ROOT, checks_of, chunks_of, keys_of, tokens_of
 from qkvault.tiers.base import Found, JobKind, JobResult
 from qkvault.types import GRAIN_TOKENS, CacheKind, ChunkState, Medium, Outcome
@@ -29,6 +29,7 @@ CHUNK_SIZE = GRAINS * GRAIN_TOKENS
 CHUNK_BYTES = 8192
 LEASE_SECONDS = 10.0
 TIERS = ("disk", "far")
+ENOUGH = 1000  # chunks: a tier of so many is never full
 
 NUM_EXAMPLES = max(200, settings().max_examples)
 
@@ -79,11 +80,17 @@ class SlowManager(StorageManager):
         super().work_off(limit or self.slice_chunks)
 
 
+class Told(DictTier):
+    """How a tier is; its files are the machine's."""
+
+    can_store, num_losses = True, 0
+
+
 class StoreMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(["lru", "lfu", "fifo", "mru"]),
         sizes=st.tuples(st.sampled_from([4, 8, 6, 9, 3, 2, 5]), st.sampled_from([4, 2, 8, 0, 3])),
-        caps=st.sampled_from([[4], [8], [2, 6], [1], [8, 3], []]),
+        caps=st.sampled_from([[4], [ENOUGH], [8], [2, 6], [ENOUGH, ENOUGH], [1], [8, 3], []]),
         hot=st.sampled_from([True, True, False]),
         slice_chunks=st.sampled_from([500, 1, 2, 0]),
     )
@@ -98,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
                 TIERS[n],
                 list(Medium)[n + 1],
                 lambda size: size,
-                Residents(make, cap * CHUNK_BYTES, share_chunks * CHUNK_BYTES),
+                Residents(make, cap * CHUNK_BYTES, (ENOUGH // 2 if cap == ENOUGH else share_chunks) * CHUNK_BYTES),
             )
             for n, cap in enumerate(caps)
         ]
@@ -109,6 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.residents = {"ram": residents} | {book.name: book.residents for book in self.books}
         self.model = StoreModel({name: shares_of(each) for name, each in self.residents.items()})
         self.files = [{} for _ in caps]  # what the tiers hold: key to image
+        self.tiers = [Told() for _ in caps]
         self.put = {}  # what the tiers were given behind the store's back
         self.jobs = []
         self.reads = {}
@@ -356,7 +364,10 @@ class StoreMachine(RuleBasedStateMachine):
             files.pop(key, None)
         done, failed = [], []
         for at, piece in enumerate(job.pieces):
-            reason = self.run_piece(job.kind, piece, files, faults[at] if at < len(faults) else "")
+            fault = faults[at] if at < len(faults) else ""
+            if job.kind is JobKind.STORE and not self.tiers[number].can_store:
+                fault = fault or "unavailable"
+            reason = self.run_piece(job.kind, piece, files, fault)
             if reason == "mute":
                 continue  # a tier that forgets to tell
             if reason:
@@ -397,9 +408,20 @@ class StoreMachine(RuleBasedStateMachine):
         return fault
 
     @precondition(lambda self: self.books)
-    @rule(which=pick, is_up=st.booleans())
-    def health(self, which, is_up):
-        self.books[which % len(self.books)].is_healthy = is_up
+    @rule(which=pick, is_up=st.booleans(), can_store=st.booleans(), is_lost=st.sampled_from([False, False, True]))
+    def health(self, which, is_up, can_store, is_lost):
+        """A tier goes and comes back, maybe to be read only, or with nothing of what it had."""
+        number = which % len(self.books)
+        tier = self.tiers[number]
+        tier.is_healthy, tier.can_store = is_up, can_store
+        if is_lost:
+            self.files[number].clear()
+            tier.num_losses += 1
+        self.store.tiering.hear(self.books[number], tier)
+
+    @rule()
+    def catch_up(self):
+        self.store.catch_up(self.clock())
 
     @precondition(lambda self: self.books)
     @rule(which=pick, prompt=prompts)
@@ -407,7 +429,7 @@ class StoreMachine(RuleBasedStateMachine):
         number = which % len(self.books)
         files = self.files[number]
         chunks = self.chunks(prompt)
-        if not self.is_void:  # files of an earlier run
+        if not self.is_void and not self.books[number].is_emptied:  # files of an earlier run
             for chunk in chunks[-2:]:
                 if chunk.key not in files and chunk.key not in self.books[number].deleting:
                     image = bytearray(chunk.new().image_bytes)
@@ -446,9 +468,14 @@ class StoreMachine(RuleBasedStateMachine):
         B311, B312: whoever leaves for ``by``.
         """
         self.model.hear(self.store.take_events(), by=by, kv_bytes=self.kv_bytes)
+        num_known = len(self.jobs)
         self.jobs += self.store.take_jobs()
         touched = [(n, key) for n, job in self.jobs for key in (*job.delete_first, *(p.key for p in job.pieces))]
         assert len(touched) == len(set(touched)), "two jobs at a time for one chunk"
+        for number, job in self.jobs[num_known:]:
+            if job.kind is JobKind.STORE:
+                entries = [self.store.index.get(piece.key) for piece in job.pieces]
+                assert all(map(self.books[number].holds_parent, entries)), "a chunk is written that nobody would find"
 
     @invariant()
     def all_holds(self):
@@ -469,6 +496,23 @@ class StoreMachine(RuleBasedStateMachine):
                 assert key_in(view) == key_in(memoryview(image))
                 assert view[32:] == image[32:], "leased bytes changed"  # the check sums come with the first store
 
+    def recover(self):
+        """B430: tiers that are well again, and have room, get what they missed."""
+        self.store.is_frozen = False
+        for book, tier in zip(self.books, self.tiers, strict=True):
+            tier.is_healthy = tier.can_store = True
+            self.store.tiering.hear(book, tier)
+        for _ in range(20):
+            self.store.catch_up(self.clock())
+            self.clock.advance(1.0)
+            self.end_all_jobs()
+            self.store.check()
+        for book in self.books:
+            if book.residents.capacity_bytes == ENOUGH * CHUNK_BYTES:
+                for entry in self.store.index:
+                    is_there = entry.tiers & book.bit or not book.holds_parent(entry)
+                    assert is_there or entry.state is not ChunkState.READY, f"{book.name} has missed a chunk"
+
     def teardown(self):
         if not hasattr(self, "store"):
             return
@@ -476,6 +520,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.end_session(session)
         self.follow()
         self.end_all_jobs()
+        self.recover()
         for number, book in enumerate(self.books):
             booked = sum(
                 len(image) for key, image in self.files[number].items() if key in self.model.contents[book.name]

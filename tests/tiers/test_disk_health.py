@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,76 @@ def test_a_corrupt_file_on_a_read_only_disk_is_not_taken(make_disk, slots, small
         assert disk.load(slots.blank_for(stored)).failed == ((stored.key, "corrupt"),)
 
 
-def test_a_read_only_directory_is_refused_at_start(small_disk):
+def test_a_read_only_disk_at_start_serves_loads(make_disk, slots, small_disk, caplog):
+    """B436: it says once that it cannot write, and stores when it can."""
+    first = make_disk(small_disk / "tier")
+    stored, other = slots.image(1), slots.image(2)
+    first.store(stored)
+    first.tier.close()
+    remount(small_disk, "ro")
+    disk = make_disk(small_disk / "tier")
+    assert (disk.tier.is_healthy, disk.tier.can_store) == (True, False)
+    assert disk.tier.problems == {"writing": "Read-only file system"}
+    assert [found.key for found in disk.scan()] == [stored.key]
+    assert disk.load(slots.blank_for(stored)).done
+    assert disk.store(other).failed == ((other.key, "unavailable"),)
+    with pytest.raises(ConfigError, match="in use by process"):
+        make_disk(small_disk / "tier")
+    remount(small_disk, "rw")
+    wait_until(lambda: disk.tier.is_healthy and disk.tier.can_store)
+    assert disk.store(other).done
+    assert len(lines(caplog, "tier_unavailable")) == 1
+
+
+def test_a_full_disk_at_start_serves_loads(make_disk, slots, small_disk):
+    """B436."""
+    first = make_disk(small_disk / "tier")
+    stored, too_many = fill(first, slots)
+    first.tier.close()
+    with suppress(OSError), (small_disk / "rest").open("wb", buffering=0) as rest:
+        while rest.write(bytes(4096)):
+            pass
+    disk = make_disk(small_disk / "tier")
+    assert disk.tier.problems == {"writing": "No space left on device"}
+    assert disk.load(slots.blank_for(stored[0])).done
+    disk.delete(*(piece.key for piece in stored[1:3]))
+    wait_until(lambda: disk.tier.can_store)
+    assert disk.store(too_many).done
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES])
+def test_what_a_start_may_not_be_without(root, monkeypatch, code):
+    """B436: a disk that cannot be written for lack of room is used, one that is broken or not ours is refused."""
+
+    def fail(*_args, **_kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(disk_files, "probe_write", fail)
+    if code in disk_files.CANNOT_WRITE:
+        with closing(DiskTier(root, 1 << 20)) as tier:
+            assert tier.problems == {"writing": os.strerror(code)}
+    else:
+        with pytest.raises(ConfigError, match="cannot be the disk tier's directory"):
+            DiskTier(root, 1 << 20)
+
+
+def test_a_disk_that_can_be_neither_written_nor_read_is_refused_at_start(root, monkeypatch):
+    """B436."""
+
+    def fail(code):
+        def failing(*_args, **_kwargs):
+            raise OSError(code, os.strerror(code))
+
+        return failing
+
+    monkeypatch.setattr(disk_files, "probe_write", fail(errno.EROFS))
+    monkeypatch.setattr(disk_files, "probe_read", fail(errno.EIO))
+    with pytest.raises(ConfigError, match="Input/output error"):
+        DiskTier(root, 1 << 20)
+
+
+def test_a_read_only_disk_without_a_directory_is_refused_at_start(small_disk):
+    """B436: there is nothing to load, and nothing to lock."""
     remount(small_disk, "ro")
     with pytest.raises(ConfigError, match="Read-only file system"):
         DiskTier(small_disk / "tier", 1 << 20)
@@ -192,6 +262,7 @@ def test_a_directory_that_vanishes_is_made_again(make_disk, slots, root, caplog)
     wait_until(lambda: disk.tier.is_healthy)
     assert disk.load(slots.blank_for(stored)).failed == ((stored.key, "absent"),)
     wait_until(lambda: not disk.tier.problems)
+    assert disk.tier.num_losses == 1
     assert disk.store(stored).done
     assert disk.load(slots.blank_for(stored)).done
     assert len(lines(caplog, "tier_unavailable")) == 2  # reading, writing
@@ -213,6 +284,7 @@ def test_the_parent_of_a_directory_is_not_made_again(make_disk, slots, tmp_path)
     assert not (tmp_path / "mount").exists()
     (tmp_path / "away").rename(tmp_path / "mount")
     wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.tier.num_losses == 0
     assert disk.store(stored).done
 
 
@@ -244,6 +316,7 @@ def test_a_lock_that_vanishes_is_taken_again(make_disk, slots, root):
     (root / ".lock").unlink()
     disk.store(stored)
     wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.tier.num_losses == 0  # the files are there
     assert disk.store(stored).done
     with pytest.raises(ConfigError, match="in use by process"):
         make_disk()

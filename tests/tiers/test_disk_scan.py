@@ -54,7 +54,7 @@ def test_the_oldest_use_comes_first(disk, stored, root, slots):
 
 
 def test_order_holds_over_batches(disk, stored, root, monkeypatch):
-    monkeypatch.setattr("qkvault.tiers.disk.SCAN_BATCH", 4)
+    monkeypatch.setattr("qkvault.tiers.disk_scan.SCAN_BATCH", 4)
     for n, piece in enumerate(stored):
         os.utime(file_of(root, piece.key), (1000 - n, 1000 - n))
     batches = [[found.key for found in batch] for batch in disk.tier.scan()]
@@ -77,6 +77,7 @@ def test_leftovers_of_a_dead_process_are_removed(disk, stored, root):
     leftover.write_bytes(path.read_bytes()[:5000])
     assert len(keys_of(disk)) == len(stored)
     assert not leftover.exists()
+    assert disk.tier.counters.scan_removed == {"leftover": 1}
 
 
 def test_a_file_that_is_being_written_is_left_alone(make_disk, slots, root, gate, monkeypatch):
@@ -124,11 +125,23 @@ def other_name(path):
     other.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, lengthen, empty, flip_header, other_format, other_name])
-def test_what_is_not_a_whole_chunk_is_removed(disk, stored, root, damage):
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (cut, "truncated"),
+        (lengthen, "truncated"),
+        (empty, "truncated"),
+        (flip_header, "corrupt"),
+        (other_format, "format"),
+        (other_name, "misnamed"),
+    ],
+)
+def test_what_is_not_a_whole_chunk_is_removed(disk, stored, root, damage, fault):
+    """B123, B437: and counted by what is wrong with it."""
     damage(file_of(root, stored[0].key))
     assert set(keys_of(disk)) == {piece.key for piece in stored[1:]}
     assert len(list(root.rglob("*.qkv"))) == len(stored) - 1
+    assert disk.tier.counters.scan_removed == {fault: 1, "leftover": 0}
 
 
 def test_foreign_files_are_left_alone(disk, stored, root):
@@ -174,7 +187,7 @@ def test_links_are_not_followed(disk, stored, root, tmp_path):
 
 
 def test_a_scan_can_be_left_and_begun_again(disk, stored, monkeypatch):
-    monkeypatch.setattr("qkvault.tiers.disk.SCAN_BATCH", 1)
+    monkeypatch.setattr("qkvault.tiers.disk_scan.SCAN_BATCH", 1)
     scan = disk.tier.scan()
     assert len(next(scan)) == 1
     scan.close()
@@ -182,7 +195,7 @@ def test_a_scan_can_be_left_and_begun_again(disk, stored, monkeypatch):
 
 
 def test_a_chunk_deleted_during_a_scan_is_left_out(disk, stored, monkeypatch):
-    monkeypatch.setattr("qkvault.tiers.disk.SCAN_BATCH", 1)
+    monkeypatch.setattr("qkvault.tiers.disk_scan.SCAN_BATCH", 1)
     scan = disk.tier.scan()
     first = next(scan)[0].key
     rest = [piece.key for piece in stored if piece.key != first]

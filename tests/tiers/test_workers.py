@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from qkvault.tiers.base import JobKind, JobResult, Piece, TierJob
-from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, TierCounters, Workers
+from qkvault.tiers.base import JobKind, JobResult, Piece, TierCounters, TierJob
+from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, Workers
 
 STORE, LOAD, DELETE = JobKind.STORE, JobKind.LOAD, JobKind.DELETE
 WAIT_SECONDS = 20.0

@@ -9,11 +9,12 @@ from typing import Final
 
 from qkvault.image import sketch_of, tokens_in
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.index import Entry, Packed, Shape
 from qkvault.store.leases import Lease, LeaseTable, Partial
 from qkvault.store.leaving import RAM, Leaving
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import TierBook
+from qkvault.store.tier_jobs import SUPERSEDED
 from qkvault.types import (
     GRAIN_TOKENS,
     KEY_BYTES,
@@ -63,16 +64,6 @@ class Core(Leaving):
             doubtful = list(range(len(run)))
         return run[: next((at for at in doubtful if not self._is_reachable(run[at], search_range)), len(run))]
 
-    def _num_alike(self, packed: Packed, checks: bytes) -> int:
-        # How many of the leading entries that pack this have tokens with these check sums.
-        if packed.checks() == checks[: len(packed) * SKETCH_BYTES]:
-            return len(packed)  # all at once: faster than one by one, and they are nearly always alike
-        here = packed.checks_one_by_one()
-        if checks.startswith(here):
-            return len(packed)
-        starts = range(0, len(here), SKETCH_BYTES)
-        return next(at for at, i in enumerate(starts) if here[i : i + SKETCH_BYTES] != checks[i : i + SKETCH_BYTES])
-
     def _is_taken(self, keys: bytes, at: int, search_range: Container[str] | None) -> bool:
         # Whether key number at is in use for other tokens, or on another chain.
         entry = self.index.get(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
@@ -84,7 +75,7 @@ class Core(Leaving):
         """What ``lookup`` would find, by medium; nothing is leased, promoted, touched or counted."""
         num_asked = min(len(keys) // KEY_BYTES, len(checks) // SKETCH_BYTES)
         run = self.index.run(root, keys[: num_asked * KEY_BYTES])
-        num_alike = self._num_alike(Packed(run), checks)
+        num_alike = Packed(run).num_alike(checks)
         found = self._reachable(run[:num_alike], search_range)
         tokens, chunks = Counter[Medium](), Counter[Medium]()
         for entry in found:
@@ -141,7 +132,7 @@ class Core(Leaving):
         lease.entries += entries
         lease.media += [Medium.RAM] * len(entries)
         for at in absent:
-            lease.media[at] = self._source(lease.entries[at])
+            lease.media[at] = self._medium(lease.entries[at], None)
         wanted: dict[int, list[Entry]] = {}  # by tier
         for at in absent:
             entry = lease.entries[at]
@@ -180,7 +171,7 @@ class Core(Leaving):
                 found[entry] = None
                 walk += entry.children
         self.forgotten.add(entry.key for entry in found)
-        going = [entry for entry in found if entry.is_somewhere and not entry.doom]
+        going = [entry for entry in found if entry.is_somewhere and entry.doom in ("", SUPERSEDED)]
         for entry in reversed(going):
             self._doom(entry, "forgotten")
         return len(going)
@@ -208,10 +199,6 @@ class Core(Leaving):
         self._pin_all(lease, here, None)
         held = set(here)
         return lease.lease_id, [self.room.image(entry) if entry in held else memoryview(b"") for entry in each]
-
-    def _source(self, entry: Entry) -> Medium:
-        book = self.tiering.book_of(entry)
-        return book.medium if book is not None else Medium.RAM
 
     def _located(
         self, lease: Lease, *, can_fork: bool = False, num_asked: int = 0, packed: Packed | None = None
@@ -288,6 +275,11 @@ class Core(Leaving):
         entry.pins -= 1
         self.room.take(entry, keep_slot=keep_slot)
         self._settle(entry)
+
+    def _supersede(self, entry: Entry) -> None:
+        # What is shorter than ``entry`` and the beginning of it goes: from a tier only when ``entry`` is there.
+        for sibling in () if entry.doom else self.index.covered_siblings(entry):
+            self._doom(sibling, SUPERSEDED)
 
     def _end_quarantine(self, session_id: int, lease_id: int) -> None:
         for offset, kind in self.quarantine.pop((session_id, lease_id), ()):

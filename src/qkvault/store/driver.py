@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from qkvault.errors import InvariantError
+from qkvault.errors import InvariantError, UnknownMedium
 from qkvault.events import StoreEvent
 from qkvault.logs import get_logger
 from qkvault.pool import Pool
@@ -111,9 +111,12 @@ class StoreDriver:
             if self._is_closing or session is None:
                 return m.Failed("closed", "the session has ended")
             try:
+                self.manager.tiering.require_media(_media_of(request))
                 reply = self._answer(session_id, session, request)
             except InvariantError as error:
                 reply = m.Failed("invariant", str(error))
+            except UnknownMedium as error:
+                reply = m.Failed("argument", str(error))
             except ValueError as error:
                 reply = m.Failed("protocol", str(error))
             except Exception as error:  # thread top: one client's request must not take the store down
@@ -198,7 +201,9 @@ class StoreDriver:
         self.pool.close()
 
     def _has_no_jobs(self) -> bool:
-        return self.manager.tiering.num_pending == 0 and not self.manager.due
+        tiering = self.manager.tiering
+        is_behind = tiering.is_behind and not self.manager.is_frozen
+        return tiering.num_pending == 0 and not self.manager.due and not is_behind
 
     def _after_change(self) -> None:
         # Holding the lock. Tiers take jobs without blocking.
@@ -230,13 +235,15 @@ class StoreDriver:
                 _log.warning("instance_silent", instance=instance.instance_id, role=instance.role, pid=instance.pid)
             for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
                 try:
-                    book.is_healthy = tier.is_healthy
+                    self.manager.tiering.hear(book, tier)
                     for result in tier.poll():
                         self.manager.on_job_done(result)
                 except Exception:  # thread top: one tier's fault is not the others'
                     book.is_healthy = False
                     _log.exception("tier_poll_failed", tier=tier.name)
             self.manager.work_off()
+            if self.manager.catch_up(self._clock()):
+                self._wake.set()  # others may have the lock in between
             self._after_change()
             self._changed.notify_all()
 
@@ -321,4 +328,12 @@ class StoreDriver:
             is_scanning=not self._scan.is_over,
             instances=self._sessions.instances(self._clock(), lambda session_id: len(leases.of_session(session_id))),
             spaces=self._sessions.spaces,
+            tiers=self.tiers,
         )
+
+
+def _media_of(request: m.AnyRequest) -> list[str]:
+    # The media that lookups are confined to.
+    each = request.requests if isinstance(request, m.Several) else (request,)
+    asked = [one.search_range for one in each if isinstance(one, m.Lookup | m.Match | m.Inspect)]
+    return [name for names in asked for name in names or ()]

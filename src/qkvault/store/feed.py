@@ -11,8 +11,8 @@ from typing import Final
 
 from qkvault.events import RESTART, StoreEvent
 from qkvault.image import PLAIN, peek, tokens_in
+from qkvault.store.book import TierBook
 from qkvault.store.index import Entry, Index
-from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Found
 from qkvault.types import ChunkState, Medium
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -148,6 +149,16 @@ class Packed:
     def checks_one_by_one(self) -> bytes:
         """The same, whatever their lengths."""
         return b"".join([each[-OFFSET_BYTES - SKETCH_BYTES : -OFFSET_BYTES] for each in self.each])
+
+    def num_alike(self, checks: bytes) -> int:
+        """How many of the leading ones have tokens with these check sums."""
+        if self.checks() == checks[: len(self) * SKETCH_BYTES]:
+            return len(self)  # all at once: faster than one by one, and they are nearly always alike
+        here = self.checks_one_by_one()
+        if checks.startswith(here):
+            return len(self)
+        starts = range(0, len(here), SKETCH_BYTES)
+        return next(at for at, i in enumerate(starts) if here[i : i + SKETCH_BYTES] != checks[i : i + SKETCH_BYTES])
 
     def offsets(self) -> bytes:
         """The offset of each, as ``pack_offsets`` packs it; anything unless their sketches are of one length."""
@@ -310,6 +321,15 @@ class Index:
             if child.is_somewhere and not child.doom:
                 return child
         return None
+
+    def longer_siblings(self, entry: Entry) -> Iterator[Entry]:
+        """Siblings that hold all the tokens of ``entry``, and more."""
+        children = entry.parent.children if entry.parent is not None else ()
+        for child in islice(children, bisect.bisect_left(children, entry.sketch, key=_sketch), None):
+            if not child.sketch.startswith(entry.sketch):
+                return
+            if len(child.sketch) > len(entry.sketch):
+                yield child
 
     def covered_siblings(self, entry: Entry) -> list[Entry]:
         """Siblings whose tokens are a strict prefix of ``entry``'s: shorter versions of the same tail."""

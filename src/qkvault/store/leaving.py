@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.feed import Feed
 from qkvault.store.forgotten import Forgotten
 from qkvault.store.index import Entry, Index
 from qkvault.store.ledger import Ledger
 from qkvault.store.residents import Residents
 from qkvault.store.room import Room
-from qkvault.store.tiering import TierBook, Tiering
+from qkvault.store.tier_jobs import SUPERSEDED
+from qkvault.store.tiering import Tiering
 from qkvault.types import SPACE_BYTES, ChunkState, Medium
 
 RAM: Final = Medium.RAM.value  # what RAM is called where tiers are called by name
@@ -44,12 +46,12 @@ class Leaving:
         (``work_off``). A chunk that is being read goes when its readers are done; one that is being written never
         appears, nor does one that a scan finds later.
         """
-        known = [entry for entry in self.index if entry.is_somewhere and not entry.doom]
+        known = [entry for entry in self.index if entry.is_somewhere and entry.doom in ("", SUPERSEDED)]
         if spaces:
             known = [entry for entry in known if entry.key[:SPACE_BYTES] in spaces]
         if lower_tiers:
             self.forgotten.add_all(spaces)
-            self.num_doomed += len(known)
+            self.num_doomed += sum(not entry.doom for entry in known)
             for entry in known:
                 entry.doom = "cleared"
         else:
@@ -82,20 +84,27 @@ class Leaving:
     def _doom(self, entry: Entry, reason: str) -> None:
         if entry.pins:
             self.num_doomed += not entry.doom
-            entry.doom = entry.doom or reason
+            if entry.doom in ("", SUPERSEDED):  # what is superseded may be kept below
+                entry.doom = reason
             return
         self.num_doomed -= bool(entry.doom)
         entry.doom = ""
         if entry.state is ChunkState.READY:
             self.room.take(entry)
             self.ledger.removed(entry, Medium.RAM, RAM, reason)
-        self.tiering.delete(entry, reason)
+        if reason == SUPERSEDED:
+            self.tiering.supersede(entry)
+        else:
+            self.tiering.delete(entry, reason)
         self.index.prune(entry)
 
     def _settle(self, entry: Entry) -> None:
         # What is due once nobody needs the slot any more.
         if entry.pins:
             return
+        if entry.doom == SUPERSEDED and not any(each.is_usable for each in self.index.longer_siblings(entry)):
+            entry.doom = ""  # the longer one has gone first
+            self.num_doomed -= 1
         if entry.doom:
             self._doom(entry, entry.doom)
         elif entry.state is not ChunkState.READY:

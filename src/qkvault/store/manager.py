@@ -18,13 +18,14 @@ from collections.abc import Container, Sequence
 from qkvault.events import StoreEvent
 from qkvault.image import PREFIX_BYTES, key_in, sketch_bytes_for
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.check import check_store
 from qkvault.store.core import Core, not_ready
 from qkvault.store.feed import PAGE
 from qkvault.store.index import NOWHERE, Packed
 from qkvault.store.leases import Lease
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import CORRUPT, TierBook
+from qkvault.store.tier_jobs import CORRUPT
 from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
 from qkvault.types import (
     KEY_BYTES,
@@ -78,7 +79,7 @@ class StorageManager(Core):
         counters.chunks_asked += num_asked
         run = self.index.run(root, keys[: num_asked * KEY_BYTES])
         packed = Packed(run)
-        alike = run[: self._num_alike(packed, checks)]
+        alike = run[: packed.num_alike(checks)]
         is_ready = search_range is None and self.num_doomed == 0 and not not_ready(alike)  # nearly always
         found = alike if is_ready else self._reachable(alike, search_range)
         if len(found) == len(alike) < num_asked and self._is_taken(keys, len(alike), search_range):
@@ -184,8 +185,11 @@ class StorageManager(Core):
         shape = (chunk.num_tokens, chunk.image_bytes, kind)
         if known is not None and known.is_somewhere and not self._is_lost(known, shape):
             self.room.residents.policies[known.kind].touch_all((chunk.key,))
+            self.tiering.miss(known)
             return Outcome.BUSY if known.doom else Outcome.PRESENT
-        if self.index.covering_child(chunk.parent, chunk.sketch) not in (None, known):
+        covering = self.index.covering_child(chunk.parent, chunk.sketch)
+        if covering is not None and covering is not known:
+            self.tiering.miss(covering)
             return Outcome.PRESENT
         entry = self.index.add(chunk.key, chunk.parent, chunk.sketch, shape)
         if not self._give_under_parent(entry):
@@ -216,8 +220,7 @@ class StorageManager(Core):
             published.append(entry)
         self._publish(published)
         for entry in published:
-            for sibling in self.index.covered_siblings(entry):
-                self._doom(sibling, "superseded")
+            self._supersede(entry)
         left = [entry for entry in published if entry.state is ChunkState.READY]  # one may cover another
         self.tiering.store(left)
         for entry in left:
@@ -274,6 +277,9 @@ class StorageManager(Core):
                 self.ledger.loaded(book.name, entry)
             else:
                 self.ledger.stored(entry, book.medium, book.name)
+                self._supersede(entry)
+        if kind is JobKind.LOAD:
+            self.tiering.store(done)  # tiers that lack it
         for entry, reason in failed:
             self.ledger.failed(book.name, reason)
             if kind is JobKind.LOAD:
@@ -291,6 +297,10 @@ class StorageManager(Core):
             entry = self.tiering.adopt(book, chunk, is_forgotten=self.forgotten.covers(chunk))
             if entry is not None:
                 self.ledger.stored(entry, book.medium, book.name, chunk)
+
+    def catch_up(self, now: float) -> bool:
+        """As ``Tiering.catch_up``. To be called now and then, and again soon if it says so."""
+        return self.tiering.catch_up(now, is_frozen=self.is_frozen)
 
     def take_jobs(self) -> list[tuple[int, TierJob]]:
         """Jobs that the tiers are to be given, each with its tier's number."""

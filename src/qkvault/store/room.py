@@ -23,10 +23,15 @@ class Room:
         self.residents = residents
         self._index = index
         self._on_evicted: Callable[[Entry], None] = lambda _: None
+        self._on_taken: Callable[[Entry], None] = lambda _: None
 
     def on_evicted(self, callback: Callable[[Entry], None]) -> None:
         """Have ``callback(entry)`` called after an entry lost its slot to make room."""
         self._on_evicted = callback
+
+    def on_taken(self, callback: Callable[[Entry], None]) -> None:
+        """Have ``callback(entry)`` called after an entry lost its slot, for whatever reason."""
+        self._on_taken = callback
 
     def give(self, entry: Entry, state: ChunkState) -> bool:
         """Give ``entry`` a slot for its image, evicting if need be. False, and nothing changed for it, if none is left.
@@ -57,6 +62,7 @@ class Room:
         entry.offset = NOWHERE
         entry.state = ChunkState.ABSENT
         self.residents.policies[kind].remove(entry.key)
+        self._on_taken(entry)
         return offset
 
     def free(self, offset: int, kind: CacheKind) -> None:

@@ -10,8 +10,8 @@ from typing import Final
 
 from qkvault.logs import get_logger
 from qkvault.spaces import space_id_of
+from qkvault.store.book import TierBook
 from qkvault.store.manager import StorageManager
-from qkvault.store.tiering import TierBook
 from qkvault.tiers.base import Tier
 from qkvault.types import KEY_BYTES, SPACE_BYTES
 

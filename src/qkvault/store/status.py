@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from qkvault.store.core import Core
 from qkvault.store.leaving import RAM
 from qkvault.store.ledger import Counters
 from qkvault.store.residents import Residents
+from qkvault.tiers.base import Tier
 from qkvault.types import CacheKind, Medium, Outcome
 from qkvault.wire.messages import InstanceStatus, Status, TierStatus
 
@@ -17,6 +20,7 @@ def status_of(
     is_scanning: bool,
     instances: tuple[InstanceStatus, ...] = (),
     spaces: tuple[bytes, ...] = (),
+    tiers: Sequence[Tier] = (),
 ) -> Status:
     """What is where, how full it is, and what happened so far."""
     media = [_medium(RAM, store.room.residents, is_healthy=True)]
@@ -29,7 +33,8 @@ def status_of(
         is_frozen=store.is_frozen,
         hot_cache=store.hot_cache,
         is_scanning=is_scanning,
-        counters=flat_counters(store.ledger.counters),
+        counters=flat_counters(store.ledger.counters)
+        | {f"scan_removed.{t.name}.{why}": n for t in tiers for why, n in t.counters.scan_removed.items()},
         instances=instances,
         spaces=spaces,
     )

@@ -6,61 +6,27 @@ Emits jobs and takes their results; moves no bytes itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain, islice
 from typing import Final
 
+from qkvault.errors import InvariantError, UnknownMedium
 from qkvault.image import sketch_bytes_for
 from qkvault.spaces import kind_in
-from qkvault.store.index import Entry, Index, Shape
-from qkvault.store.residents import Residents
+from qkvault.store.book import TierBook
+from qkvault.store.index import Entry, Index
+from qkvault.store.missed import is_wanted
 from qkvault.store.room import Room
-from qkvault.tiers.base import Found, JobKind, JobResult, Piece, TierJob
+from qkvault.store.tier_jobs import ABSENT, CORRUPT, SUPERSEDED, UNAVAILABLE, TierJobs
+from qkvault.tiers.base import Found, JobKind, JobResult, Tier
 from qkvault.types import CacheKind, ChunkState, Medium
 
-UNAVAILABLE: Final = "unavailable"
-CORRUPT: Final = "corrupt"
-EVICTED: Final = "evicted"
-_LOAD_BYTES: Final = 8 << 20  # of images in a job, at least: what keeps a disk busy for some milliseconds
+_SLICE: Final = 256  # entries that are looked at in one go while a tier catches up, or was emptied
+_CATCH_UP_BYTES: Final = 64 << 20  # of images that one tier is given to catch up with: they cannot leave RAM meanwhile
+_REST_SECONDS: Final = 2.0  # before a tier that did not take what it missed is given any of it again
 
 
-@dataclass(slots=True)
-class TierBook:
-    """The store's book on one tier. ``bit`` is its bit in ``Entry.tiers``."""
-
-    number: int
-    name: str
-    medium: Medium
-    stored_bytes: Callable[[int], int]  # image bytes -> bytes it takes in the tier
-    residents: Residents  # bytes: stored and being stored; order: stored
-    is_healthy: bool = True
-    storing: set[bytes] = field(default_factory=set)  # being written to it
-    deleting: dict[bytes, bool] = field(default_factory=dict)  # being removed -> whether to store it again afterwards
-    to_delete: list[bytes] = field(default_factory=list)  # those of ``deleting`` that no job has yet
-
-    @property
-    def bit(self) -> int:
-        """Its bit in ``Entry.tiers``."""
-        return 1 << self.number
-
-    def count(self, entry: Entry, sign: int) -> None:
-        """The bytes of ``entry`` come (1) or go (-1)."""
-        self.residents.bytes_of[entry.kind] += sign * self.stored_bytes(entry.image_bytes)
-
-    def holds(self, entry: Entry) -> bool:
-        """Whether it has ``entry``, or is being given it."""
-        return entry.tiers & self.bit != 0 or entry.key in self.storing
-
-
-@dataclass(slots=True)
-class _Pending:
-    book: TierBook
-    kind: JobKind
-    entries: dict[bytes, Entry]  # pinned, and not told of yet
-    deleted: tuple[bytes, ...]
-
-
-class Tiering:
+class Tiering(TierJobs):
     """All tiers of one store, nearest first."""
 
     def __init__(
@@ -70,29 +36,14 @@ class Tiering:
 
         ``on_lost(book, entry, reason)`` is called after an entry has left a tier.
         """
-        self.books = books
-        self._index = index
-        self._room = room
-        self._on_lost = on_lost
-        self._pending: dict[int, _Pending] = {}
-        self._jobs: list[tuple[int, TierJob]] = []
-        self._next_id = 1
+        super().__init__(books, index, room, on_lost)
         self._again: list[tuple[TierBook, bytes]] = []
-
-    def take_jobs(self) -> list[tuple[int, TierJob]]:
-        """Jobs to submit, each with the number of its tier. What makes room comes before what needs it."""
-        later, self._jobs = self._jobs, []
-        for book in self.books:
-            if book.to_delete:
-                keys, book.to_delete = tuple(book.to_delete), []
-                self._submit(book, JobKind.DELETE, [], keys=keys)
-        jobs, self._jobs = self._jobs + later, []
-        return jobs
+        room.on_taken(self._left_ram)
 
     @property
-    def num_pending(self) -> int:
-        """Jobs submitted or about to be, whose result is not in."""
-        return len(self._pending) + sum(bool(book.to_delete) for book in self.books)
+    def is_behind(self) -> bool:
+        """Whether ``catch_up`` has something to do by now."""
+        return any(book.is_emptied or book.is_behind for book in self.books)
 
     def book_of(self, entry: Entry, search_range: Container[str] | None = None) -> TierBook | None:
         """The nearest healthy tier, of those named in ``search_range`` (None: of all), that holds ``entry``."""
@@ -102,39 +53,69 @@ class Tiering:
                     return book
         return None
 
+    def require_media(self, names: Iterable[str]) -> None:
+        """Raise UnknownMedium unless each of ``names`` is RAM or a tier."""
+        known = [Medium.RAM.value, *(book.name for book in self.books)]
+        if unknown := [name for name in names if name not in known]:
+            msg = f"search_range names {', '.join(map(repr, unknown))}: the media of this store are {', '.join(known)}"
+            raise UnknownMedium(msg)
+
+    def hear(self, book: TierBook, tier: Tier) -> None:
+        """Take over how ``tier``, that of ``book``, is now."""
+        book.is_healthy, book.can_store = tier.is_healthy, tier.can_store
+        if tier.num_losses != book.num_losses:
+            book.num_losses, book.is_emptied = tier.num_losses, True
+            for pending in self._pending.values():
+                pending.is_void |= pending.book is book and pending.kind is JobKind.STORE
+        book.is_healthy &= not book.is_emptied
+
     def store(self, entries: Iterable[Entry]) -> None:
-        """Write ``entries`` (READY) to every healthy tier that lacks them and can make room. Pins their slots."""
+        """Write ``entries`` (READY, heads first) to every healthy tier that lacks them. Pins their slots.
+
+        A tier that is down, has no room or lacks what an entry hangs on has missed it: ``catch_up`` comes back to it.
+        """
         entries = list(entries)
         for book in self.books:
-            if not book.is_healthy:
-                continue
             lacking = [entry for entry in entries if not book.holds(entry)]
-            book.deleting.update((entry.key, True) for entry in lacking if entry.key in book.deleting)
-            self._store_to(book, [entry for entry in lacking if entry.key not in book.deleting])
+            if book.is_healthy:
+                self._store_to(book, lacking)
+            for entry in lacking:
+                self._miss(book, entry)
+                self._miss_children(book, entry)
 
-    def load(self, book: TierBook, entries: list[Entry]) -> None:
-        """Fill the slots of ``entries`` (LOADING) from ``book``, in jobs of some MB. Pins their slots.
-
-        A job's result comes when all of it is there: what comes first can be copied while the rest is on its way.
-        """
-        book.residents.policies[entries[0].kind].touch_all([entry.key for entry in entries])
-        batch: list[Entry] = []
-        batch_bytes = 0
-        for entry in entries:
-            batch.append(entry)
-            batch_bytes += entry.image_bytes
-            if batch_bytes >= _LOAD_BYTES:
-                self._submit(book, JobKind.LOAD, batch)
-                batch, batch_bytes = [], 0
-        if batch:
-            self._submit(book, JobKind.LOAD, batch)
-
-    def delete(self, entry: Entry, reason: str) -> None:
-        """Remove ``entry`` from every tier that has it. It counts as gone at once; the file goes with the job."""
+    def miss(self, entry: Entry) -> None:
+        """``entry`` was wanted again: tiers that lack it are given it from RAM."""
         for book in self.books:
-            if entry.tiers & book.bit:
+            if not entry.tiers & book.bit:
+                self._miss(book, entry)
+
+    def catch_up(self, now: float, *, is_frozen: bool = False) -> bool:
+        """Give tiers that are well some of what they missed and RAM still has: the heads first, one job a tier.
+
+        Also takes what a tier has lost off its book, and only that if ``is_frozen``. To be called now and then;
+        returns whether there is more to do at once.
+        """
+        is_more = False
+        for book in self.books:
+            if book.is_emptied:
+                self._empty(book)
+                is_more = True
+            elif is_frozen:
+                continue
+            elif book.is_resting:
+                book.rest_until = now + _REST_SECONDS if book.rest_until is None else book.rest_until
+                book.is_resting = now < book.rest_until
+            elif book.is_behind and not book.catching_up:
+                book.catching_up = self._store_to(book, self._next_missed(book))
+                is_more |= not book.catching_up and book.is_behind
+        return is_more
+
+    def supersede(self, entry: Entry) -> None:
+        """Remove ``entry`` from every tier that has a longer chunk with all its tokens, and from no other."""
+        for book in self.books:
+            if entry.tiers & book.bit and any(e.tiers & book.bit for e in self._index.longer_siblings(entry)):
                 self._drop(book, entry.key)
-                self._forget(book, entry, reason)
+                self._forget(book, entry, SUPERSEDED)
 
     def adopt(self, book: TierBook, chunk: Found, *, is_forgotten: bool = False) -> Entry | None:
         """Enter what a scan found in ``book``; it is used later than what was entered before.
@@ -143,7 +124,7 @@ class Tiering:
         chunk of that key. What was stored there since is left alone.
         """
         known = self._index.get(chunk.key)
-        if chunk.key in book.deleting or (known is not None and book.holds(known)):
+        if book.is_emptied or chunk.key in book.deleting or (known is not None and book.holds(known)):
             return None
         shape = (chunk.num_tokens, chunk.image_bytes, kind_in(chunk.space))
         is_same = known is None or not known.is_somewhere or known.shape == shape
@@ -159,6 +140,8 @@ class Tiering:
         entry.tiers |= book.bit
         book.count(entry, 1)
         book.residents.policies[entry.kind].add(entry.key)
+        book.missed.discard(entry.key)
+        self._miss_children(book, entry)
         return entry
 
     def finish(self, result: JobResult) -> tuple[JobKind, TierBook, list[Entry], list[tuple[Entry, str]]] | None:
@@ -170,21 +153,22 @@ class Tiering:
         if pending is None:
             return None
         book, done, failed = pending.book, [], []
-        for key in result.done:
-            if (entry := pending.entries.pop(key, None)) is not None:
-                self._unpin(pending, entry)
+        if book.catching_up == result.job_id:
+            book.catching_up = 0
+        results = [*((key, "") for key in result.done), *result.failed]
+        for key, reason in [*results, *((key, UNAVAILABLE) for key in pending.entries)]:
+            if (entry := pending.entries.pop(key, None)) is None:
+                continue
+            self._unpin(pending, entry)
+            is_done = not reason and not pending.is_void
+            if is_done:
                 done.append(entry)
-                if pending.kind is JobKind.STORE:
-                    entry.tiers |= book.bit
-                    book.residents.policies[entry.kind].add(entry.key)
-        for key, reason in [*result.failed, *((key, UNAVAILABLE) for key in pending.entries)]:
-            if (entry := pending.entries.pop(key, None)) is not None:
-                self._unpin(pending, entry)
-                failed.append((entry, reason))
-                if pending.kind is JobKind.STORE:
-                    book.count(entry, -1)
-                elif reason != UNAVAILABLE and entry.tiers & book.bit:
-                    self._forget(book, entry, reason)
+            else:
+                failed.append((entry, reason or UNAVAILABLE))
+            if pending.kind is JobKind.STORE:
+                self._end_store(book, entry, reason, is_done=is_done)
+            elif reason not in ("", UNAVAILABLE) and entry.tiers & book.bit:
+                self._forget(book, entry, reason)
         self._again += [(book, key) for key in pending.deleted if book.deleting.pop(key, False)]
         return pending.kind, book, done, failed
 
@@ -193,8 +177,11 @@ class Tiering:
         again, self._again = self._again, []
         for book, key in again:
             entry = self._index.get(key)
-            if entry is not None and entry.state is ChunkState.READY and not entry.doom and not book.holds(entry):
-                self._store_to(book, [entry])
+            if entry is not None and is_wanted(entry, book.holds):
+                if book.is_healthy:
+                    self._store_to(book, [entry])
+                self._miss(book, entry)
+                self._miss_children(book, entry)
 
     def check(self) -> None:
         """Raise InvariantError unless every tier's bytes are the sum of its entries and under its cap."""
@@ -205,73 +192,81 @@ class Tiering:
                 held_bytes[entry.kind] += book.stored_bytes(entry.image_bytes)
             num_chunks = Counter(entry.kind for entry in held if entry.tiers & book.bit)
             book.residents.check(f"tier {book.name}", held_bytes, num_chunks)
+            for key in book.missed:
+                known = self._index.get(key)
+                if known is None or known.state is not ChunkState.READY or book.holds(known):
+                    msg = f"tier {book.name} is said to have missed {key.hex()[-16:]}"
+                    raise InvariantError(msg)
 
-    def pins(self) -> Counter[bytes]:
-        """How many jobs under way pin each entry, by key."""
-        return Counter(key for pending in self._pending.values() for key in pending.entries)
-
-    def _store_to(self, book: TierBook, entries: list[Entry]) -> None:
+    def _store_to(self, book: TierBook, entries: Iterable[Entry]) -> int:
+        # Those whose parent is there or goes with them, and that find room. Returns the job, or 0.
         stored: list[Entry] = []
+        full: set[CacheKind] = set()
         num_dropped = len(book.to_delete)
         for entry in entries:
-            if not self._make_room(book, entry.shape, entry.parent):
-                break  # nothing else can leave: the rest of the chain stays in RAM only
-            book.count(entry, 1)
-            book.storing.add(entry.key)
-            stored.append(entry)
-        if stored:
-            evicted = tuple(book.to_delete[num_dropped:])
-            del book.to_delete[num_dropped:]
-            self._submit(book, JobKind.STORE, stored, delete_first=evicted)
+            if entry.key in book.deleting:
+                book.deleting[entry.key] = True
+            elif not book.holds_parent(entry):
+                continue
+            elif entry.kind in full or not self._make_room(book, entry.shape, entry.parent):
+                full.add(entry.kind)  # nothing else can leave
+                book.missed.put_off(entry.key)
+                book.rest()
+            else:
+                book.count(entry, 1)
+                book.storing.add(entry.key)
+                book.missed.discard(entry.key)
+                stored.append(entry)
+        if not stored:
+            return 0
+        evicted = tuple(book.to_delete[num_dropped:])
+        del book.to_delete[num_dropped:]
+        return self._submit(book, JobKind.STORE, stored, delete_first=evicted)
 
-    def _make_room(self, book: TierBook, shape: Shape, parent: Entry | None) -> bool:
-        # Evicts for a child of ``parent``, which therefore stays. Nobody leaves in vain.
-        _, image_bytes, kind = shape
-        num_bytes = book.stored_bytes(image_bytes)
-        if book.residents.excess_bytes(kind, num_bytes) <= 0:
-            return True
-        victims = book.residents.victims(
-            kind,
-            num_bytes,
-            self._index,
-            is_here=book.holds,
-            is_held=lambda e: e is parent or e.state is ChunkState.LOADING or e.key in book.storing,
-            cost=lambda entry: book.stored_bytes(entry.image_bytes),
-        )
-        for victim in victims:
-            self._drop(book, victim.key)
-            self._forget(book, victim, EVICTED)
-        return bool(victims)
+    def _next_missed(self, book: TierBook) -> Iterator[Entry]:
+        # Whoever takes one begins to store it before he takes the next: then come its children.
+        num_bytes = 0
+        for _ in range(_SLICE):
+            if not book.missed or num_bytes >= _CATCH_UP_BYTES:
+                return
+            entry = self._index.get(book.missed.take())
+            if entry is not None and is_wanted(entry, book.holds):
+                yield entry
+                if book.holds(entry):
+                    num_bytes += entry.image_bytes
+                    book.missed.add_first(child for child in entry.children if is_wanted(child, book.holds))
 
-    def _drop(self, book: TierBook, key: bytes) -> None:
-        book.deleting[key] = False
-        book.to_delete.append(key)
+    def _miss(self, book: TierBook, entry: Entry) -> None:
+        if entry.key not in book.deleting:
+            book.missed.add(entry, book.holds)
 
-    def _unpin(self, pending: _Pending, entry: Entry) -> None:
-        entry.pins -= 1
-        if pending.kind is JobKind.STORE:
-            pending.book.storing.discard(entry.key)
+    def _miss_children(self, book: TierBook, entry: Entry) -> None:
+        # What hangs on ``entry`` may have waited for it.
+        if book.holds(entry):
+            for child in entry.children:
+                self._miss(book, child)
 
-    def _submit(
-        self,
-        book: TierBook,
-        kind: JobKind,
-        entries: list[Entry],
-        *,
-        keys: tuple[bytes, ...] = (),
-        delete_first: tuple[bytes, ...] = (),
-    ) -> None:
-        pieces = [Piece(entry.key, self._room.image(entry)) for entry in entries]
-        pieces += [Piece(key, memoryview(b"")) for key in keys]
-        for entry in entries:
-            entry.pins += 1
-        by_key = {entry.key: entry for entry in entries}
-        self._pending[self._next_id] = _Pending(book, kind, by_key, keys + delete_first)
-        self._jobs.append((book.number, TierJob(self._next_id, kind, tuple(pieces), delete_first)))
-        self._next_id += 1
+    def _left_ram(self, entry: Entry) -> None:
+        for book in self.books:
+            book.missed.discard(entry.key)
 
-    def _forget(self, book: TierBook, entry: Entry, reason: str) -> None:
-        entry.tiers &= ~book.bit
-        book.residents.policies[entry.kind].remove(entry.key)
+    def _empty(self, book: TierBook) -> None:
+        orders = [policy.victims() for policy in book.residents.policies.values()]
+        keys = list(islice(chain.from_iterable(orders), _SLICE))
+        for key in keys:
+            if (entry := self._index.get(key)) is not None:
+                self._forget(book, entry, ABSENT)
+                self._miss(book, entry)
+        book.is_emptied = bool(keys)
+
+    def _end_store(self, book: TierBook, entry: Entry, reason: str, *, is_done: bool) -> None:
+        if is_done:
+            entry.tiers |= book.bit
+            book.residents.policies[entry.kind].add(entry.key)
+            return
         book.count(entry, -1)
-        self._on_lost(book, entry, reason)
+        if not reason:
+            self._drop(book, entry.key, again=True)
+        elif reason != CORRUPT:
+            self._miss(book, entry)
+            book.rest()

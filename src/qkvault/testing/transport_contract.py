@@ -22,13 +22,13 @@ from typing import Final
 import pytest
 
 from qkvault.client import StoreClient
-from qkvault.errors import InvariantError, ProtocolError, Unavailable
+from qkvault.errors import InvariantError, ProtocolError, Unavailable, UnknownMedium
 from qkvault.policies.lru import LruPolicy
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.driver import StoreDriver, Traits
 from qkvault.store.manager import StorageManager
 from qkvault.store.residents import Residents
-from qkvault.store.tiering import TierBook
 from qkvault.testing.dict_tier import DictTier
 from qkvault.testing.store_model import ROOT, ModelChunk, checks_of, chunks_of, keys_of, tokens_of
 from qkvault.testing.wrappers import FaultyTier
@@ -161,6 +161,8 @@ class TransportContract(Served):
         assert client.poll(located.lease_id) == Located(0, ChunkRefs(), 0)
         assert client.clear(lower_tiers=False) == 2
         assert find(client, "aab", search_range=["ram"]).lease_id == 0
+        with pytest.raises(UnknownMedium, match="the media of this store are ram"):
+            find(client, "aab", search_range=["ram", "tape"])
         assert client.clear() == 2
         client.check()
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from qkvault.tiers.base import Found, JobKind, JobResult, Tier, TierJob
+from qkvault.tiers.base import Found, JobKind, JobResult, Tier, TierCounters, TierJob
 
 _WAIT_SECONDS: Final = 0.005  # between two looks while draining
 
@@ -65,6 +65,18 @@ class WrapperTier(Tier):
     @property
     def is_healthy(self) -> bool:
         return self.inner.is_healthy
+
+    @property
+    def can_store(self) -> bool:
+        return self.is_healthy and self.inner.can_store
+
+    @property
+    def num_losses(self) -> int:
+        return self.inner.num_losses
+
+    @property
+    def counters(self) -> TierCounters:
+        return self.inner.counters
 
     def drain(self, timeout_seconds: float) -> bool:
         return self.inner.drain(timeout_seconds)

@@ -10,10 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from typing import Final
 
 import msgspec
 
 from qkvault.types import Medium
+
+# What is wrong with a file that a scan removes: cut off or too long, a wrong sum, another version of the format, the
+# name of another chunk, or not written to the end.
+SCAN_FAULTS: Final = ("truncated", "corrupt", "format", "misnamed", "leftover")
 
 
 class JobKind(str, Enum):
@@ -66,6 +71,23 @@ class Found(msgspec.Struct, frozen=True):
     tokens: bytes = b""  # as in the header, like those below; a tier that does not tell them is fine
     space: bytes = b""
     flags: int = 0
+
+
+class TierCounters(msgspec.Struct, frozen=True):
+    """What a tier has done since its start, in pieces and in bytes of images, by outcome."""
+
+    stored_chunks: int = 0
+    stored_bytes: int = 0
+    loaded_chunks: int = 0
+    loaded_bytes: int = 0
+    deleted_chunks: int = 0
+    load_absent: int = 0
+    load_corrupt: int = 0
+    load_unavailable: int = 0
+    store_refused: int = 0  # the slot did not hold a whole image of its key
+    store_unavailable: int = 0
+    delete_unavailable: int = 0
+    scan_removed: dict[str, int] = {}  # files, by what was wrong with them: ``SCAN_FAULTS``
 
 
 class Tier(ABC):
@@ -132,6 +154,24 @@ class Tier(ABC):
     @abstractmethod
     def is_healthy(self) -> bool:
         """False while the tier cannot be used; jobs then fail at once with ``unavailable``. It comes back by itself."""
+
+    @property
+    def can_store(self) -> bool:
+        """False while a STORE would fail. What a tier misses meanwhile it is given when this is true again."""
+        return self.is_healthy
+
+    @property
+    def num_losses(self) -> int:
+        """How often all that was here was lost, as when a directory was removed. Read after ``is_healthy``.
+
+        The store then counts the tier as empty. What was stored before the loss may be told of after it.
+        """
+        return 0
+
+    @property
+    def counters(self) -> TierCounters:
+        """What was done since the start. A tier need not count."""
+        return TierCounters()
 
     @abstractmethod
     def drain(self, timeout_seconds: float) -> bool:

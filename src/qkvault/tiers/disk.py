@@ -13,22 +13,22 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from qkvault.errors import ConfigError
-from qkvault.image import ALIGNMENT_BYTES, Header, align_up, read_header, seal, verify_payload
+from qkvault.image import Header, align_up, read_header, seal, verify_payload
 from qkvault.logs import get_logger
 from qkvault.tiers import disk_files as files
 from qkvault.tiers import disk_listing as listing
-from qkvault.tiers.base import Found, JobKind, JobResult, Piece, Tier, TierJob
-from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, TierCounters, Workers
+from qkvault.tiers.base import Found, JobKind, JobResult, Piece, Tier, TierCounters, TierJob
+from qkvault.tiers.disk_scan import DiskScan
+from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, Workers
 from qkvault.types import Medium
 
 PROBE_SECONDS: Final = 2.0
-SCAN_BATCH: Final = 128  # chunks, whose files are open at the same time
-_SAMPLE_TRIES: Final = 16  # files of one space that are read until one is a whole chunk
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_THE_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # this process is short of something
 
@@ -43,6 +43,7 @@ class DiskTier(Tier):
     """
 
     medium = Medium.DISK
+    num_losses = 0  # by the worker that probes
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class DiskTier(Tier):
 
         ``direct_io`` goes around the page cache where the file system can. A file operation that takes longer than its
         deadline makes that direction unavailable, and what waits for it fails; its own slot is not given back before
-        the system lets go of it. Raises ConfigError if the directory cannot be used or another process owns it.
+        the system lets go of it. A disk that is full or read-only starts with writing down. Raises ConfigError if the
+        directory cannot be used otherwise, cannot be locked, or another process owns it.
         """
         if capacity_bytes <= 0 or workers <= 0:
             msg = f"a disk tier needs a capacity and workers: {capacity_bytes} bytes, {workers} workers"
@@ -70,6 +72,7 @@ class DiskTier(Tier):
         self._root = os.path.abspath(path)  # noqa: PTH100  # a string: paths are made a million times
         self._direct = direct_io
         self._owner = secrets.token_hex(4)  # marks our temporary files
+        self._scan = DiskScan(self._root, self._owner, self._is_only_of_file)
         self._numbers = itertools.count()
         self._deadlines: dict[JobKind | None, float] = dict.fromkeys((*JobKind, None), write_deadline_seconds)
         self._deadlines[JobKind.LOAD] = read_deadline_seconds
@@ -79,13 +82,13 @@ class DiskTier(Tier):
         self._room_bytes = 0  # image that did not fit; by workers
         self._owed: deque[bytes] = deque()  # keys whose removal failed, removed before writing recovers; by workers
         self._spares = files.Spares()
-        self._head_bytes = ALIGNMENT_BYTES  # longest header seen, read of a file at first; a lost update costs a read
         self._is_purged = False
         self._lock = files.DirectoryLock(self._root)
         try:
             Path(self._root).mkdir(0o700, parents=True, exist_ok=True)
             self._lock.take()
-            files.probe_write(self._root, 0, direct=direct_io)
+            if (problem := files.probe_start(self._root, direct=direct_io)) is not None:
+                self._writes.report(problem)
         except OSError as error:
             self._lock.release()
             msg = f"{self._root} cannot be the disk tier's directory: {error.strerror}"
@@ -94,8 +97,7 @@ class DiskTier(Tier):
 
     @property
     def counters(self) -> TierCounters:
-        """What was done since the start."""
-        return self._workers.counters
+        return msgspec.structs.replace(self._workers.counters, scan_removed=dict(self._scan.removed))
 
     @property
     def problems(self) -> dict[str, str]:
@@ -108,6 +110,10 @@ class DiskTier(Tier):
         """Whether chunks can be loaded. While only writing is down, stores fail at once and loads go on."""
         self._tend()
         return self._reads.is_up
+
+    @property
+    def can_store(self) -> bool:
+        return self._reads.is_up and self._writes.is_up
 
     def stored_bytes(self, image_bytes: int) -> int:
         return align_up(image_bytes)
@@ -143,45 +149,23 @@ class DiskTier(Tier):
 
     def scan(self) -> Iterator[Sequence[Found]]:
         """Reads the headers of all files; payloads are checked when they are loaded. See the interface."""
-        start = time.monotonic()
-        num_found = num_removed = 0
+        start, num_found, before = time.monotonic(), 0, self._scan.removed.total()
         try:
-            chunks, num_removed = listing.take_stock(self._root, self._owner)
-            for at in range(0, len(chunks), SCAN_BATCH):
-                batch = chunks[at : at + SCAN_BATCH]
-                found = []
-                headers = self._headers_of([path for _, _, path, _ in batch])
-                for (_, num_bytes, path, key), header in zip(batch, headers, strict=True):
-                    chunk = listing.found_in(header, key)
-                    if chunk is not None and chunk.stored_bytes == num_bytes:
-                        found.append(chunk)
-                    elif listing.size_of(path) == num_bytes:  # else it was written again meanwhile
-                        num_removed += listing.remove(path)
+            for found in self._scan.run():
                 num_found += len(found)
-                if found:
-                    yield found
+                yield found
         except OSError as error:
             self._judge(error, self._reads)
             _log.warning("disk_scan_ended_early", tier=self.name, path=self._root, error=error)
+        num_removed = self._scan.removed.total() - before
         fields = {"chunks": num_found, "removed": num_removed, "seconds": time.monotonic() - start}
         _log.info("disk_scanned", tier=self.name, **fields)
 
     def find(self, keys: Sequence[bytes]) -> list[Found]:
-        if not self._reads.is_up:
-            return []
-        found, paths = [], [files.path_of(self._root, key) for key in keys]
-        with suppress(OSError):
-            for path, key, header in zip(paths, keys, self._headers_of(paths), strict=True):
-                if (chunk := listing.found_in(header, key)) is not None and chunk.stored_bytes == listing.size_of(path):
-                    found.append(chunk)
-        return found
+        return self._scan.find(keys) if self._reads.is_up else []
 
     def sample(self) -> list[Found]:
-        found: list[Found] = []
-        with suppress(OSError):
-            for keys in listing.keys_by_space(self._root):
-                found += next(filter(None, (self.find([key]) for key in itertools.islice(keys, _SAMPLE_TRIES))), [])
-        return found
+        return self._scan.sample() if self._reads.is_up else []
 
     def purge(self) -> int:
         """See the interface. Files that are not ours stay; ``close`` then removes the lock as well."""
@@ -299,25 +283,11 @@ class DiskTier(Tier):
         for side in (self._reads, self._writes) if is_gone else sides:
             side.report("the directory is gone" if is_gone else error.strerror or str(error))
 
-    def _headers_of(self, paths: Sequence[str]) -> Iterator[Header | None]:
-        """The headers of the files at ``paths``; None for a file that has none, or is not there.
-
-        Raises OSError if the disk cannot be read.
-        """
-        for header in listing.read_headers(paths, self._head_bytes):
-            if isinstance(header, Header):
-                self._head_bytes = max(self._head_bytes, header.header_bytes)
-                yield header
-            elif header is None or isinstance(header, FileNotFoundError) or self._is_only_of_file(header):
-                yield None
-            else:
-                raise header
-
     def _probe(self) -> None:
         """See whether what is down works again, and make the directory anew if it is gone."""
         try:
             Path(self._root).mkdir(0o700, exist_ok=True)  # not its parents: a mount that is gone is not replaced
-            self._lock.take()
+            self.num_losses += self._lock.take()
             if not self._reads.is_up:
                 files.probe_read(self._root, direct=self._direct)
                 self._reads.recover()

@@ -31,6 +31,8 @@ TEMPORARY_SUFFIX: Final = ".tmp"
 LOCK_NAME: Final = ".lock"
 PROBE_NAME: Final = ".probe"
 
+CANNOT_WRITE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # and reading goes on
+
 _SHARD_DIGITS: Final = 2
 OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # non-blocking, lest a FIFO hold up a thread
 
@@ -133,6 +135,18 @@ def probe_write(root: str, room_bytes: int, *, direct: bool) -> None:
         Path(path).unlink()
 
 
+def probe_start(root: str, *, direct: bool) -> str | None:
+    """Read and write a page. Returns why it cannot be written, if all else works; raises OSError if not."""
+    try:
+        probe_write(root, 0, direct=direct)
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        probe_read(root, direct=direct)
+        return error.strerror
+    return None
+
+
 class Spares:
     """Files of chunks that had to leave for a store, for that store to write over: no blocks to free and to find.
 
@@ -173,42 +187,69 @@ class DirectoryLock:
     """
 
     def __init__(self, root: str) -> None:
+        self._root = root
         self._path = f"{root}/{LOCK_NAME}"
         self._descriptor = -1
+        self._folder = -1  # the directory as it was when it was last taken: open, lest another gets its number
 
     @property
     def is_held(self) -> bool:
         """Whether we hold the lock that is in the directory now."""
         return self._descriptor >= 0 and self._is_there(self._descriptor)
 
-    def take(self) -> None:
+    def take(self) -> bool:
         """Take it, unless it is held: also again, when the directory was removed and made anew.
 
-        Raises ConfigError, naming the process, if the directory has another owner; OSError otherwise.
+        Returns whether it is another directory than the last time. Raises ConfigError, naming the process, if the
+        directory has another owner; OSError otherwise.
         """
         while not self.is_held:
-            self.release()
+            self._let_go()
             # Kept open for reading only: one that may write would keep an operator from remounting read-only.
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | OPEN, 0o600)
             try:
                 self._lock(descriptor)
                 if self._is_there(descriptor):  # else its last owner removed it before he let go: take the new one
-                    Path(self._path).write_text(f"{os.getpid()}\n", encoding="ascii")
+                    self._sign()
                     self._descriptor, descriptor = descriptor, -1
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
+        return self._is_another_folder()
 
     def release(self, *, remove: bool = False) -> None:
         """Give it back, and leave no trace of it if ``remove``. Idempotent."""
-        if self._descriptor < 0:
-            return
         with suppress(OSError):
             if remove and self.is_held:
                 Path(self._path).unlink()
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
-        os.close(self._descriptor)
-        self._descriptor = -1
+        self._let_go()
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
+
+    def _let_go(self) -> None:
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _sign(self) -> None:
+        try:
+            Path(self._path).write_text(f"{os.getpid()}\n", encoding="ascii")
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise  # else nobody learns who we are, and the lock is ours all the same
+
+    def _is_another_folder(self) -> bool:
+        folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        before, self._folder = self._folder, folder
+        if before < 0:
+            return False
+        try:
+            return not os.path.samestat(os.fstat(before), os.fstat(folder))
+        finally:
+            os.close(before)
 
     def _lock(self, descriptor: int) -> None:
         try:

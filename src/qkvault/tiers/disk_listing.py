@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from qkvault.image import Header, align_up, read_header, sketch_of
+from qkvault.image import MAGIC, MAGIC_AND_FORMAT, PREFIX_BYTES, Header, align_up, read_header, sketch_of
 from qkvault.tiers.base import Found
 from qkvault.tiers.disk_files import LOCK_NAME, OPEN, PROBE_NAME
 
@@ -99,6 +99,17 @@ def found_in(header: Header | None, key: bytes) -> Found | None:
         header.space,
         header.flags,
     )
+
+
+def fault_of(path: str, header: Header | None, key: bytes) -> str:
+    """What is wrong with a file that is not the whole chunk ``key``: one of ``SCAN_FAULTS``."""
+    if header is not None:
+        return "misnamed" if header.key != key else "truncated"
+    head = _read_and_close(_open_ahead(path, PREFIX_BYTES), PREFIX_BYTES)
+    if isinstance(head, OSError):
+        return "corrupt"
+    is_other = head.startswith(MAGIC) and not head.startswith(MAGIC_AND_FORMAT)
+    return "truncated" if len(head) < PREFIX_BYTES else "format" if is_other else "corrupt"
 
 
 def size_of(path: str) -> int | None:

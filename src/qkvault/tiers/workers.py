@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from qkvault.logs import RateLimited, get_logger
-from qkvault.tiers.base import JobKind, JobResult, Piece, TierJob
+from qkvault.tiers.base import JobKind, JobResult, Piece, TierCounters, TierJob
 
 ABSENT: Final = "absent"
 CORRUPT: Final = "corrupt"
@@ -30,22 +30,6 @@ CLOSE_SECONDS: Final = 5.0  # how long close waits for I/O that hangs
 _PRIORITY: Final = {JobKind.LOAD: 1, JobKind.DELETE: 2, JobKind.STORE: 3}  # least first; calls are 0
 
 _log = get_logger("tiers")
-
-
-class TierCounters(msgspec.Struct, frozen=True):
-    """What a tier has done since its start, in pieces and in bytes of images, by outcome."""
-
-    stored_chunks: int = 0
-    stored_bytes: int = 0
-    loaded_chunks: int = 0
-    loaded_bytes: int = 0
-    deleted_chunks: int = 0
-    load_absent: int = 0
-    load_corrupt: int = 0
-    load_unavailable: int = 0
-    store_refused: int = 0  # the slot did not hold a whole image of its key
-    store_unavailable: int = 0
-    delete_unavailable: int = 0
 
 
 _COUNTERS: Final = {
@@ -209,7 +193,7 @@ class Workers:
             counts = {what: tuple(count) for what, count in self._counts.items()}
         pieces = {name: counts[what][0] for what, name in _COUNTERS.items() if what in counts}
         num_bytes = {name: counts[what][1] for what, name in _BYTE_COUNTERS.items() if what in counts}
-        return TierCounters(**pieces, **num_bytes)
+        return msgspec.convert(pieces | num_bytes, TierCounters)
 
     def _work(self, number: int) -> None:
         while (task := self._take(number)) is not None:

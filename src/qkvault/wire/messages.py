@@ -316,9 +316,9 @@ class Status(Reply, frozen=True):
 class Failed(Reply, frozen=True):
     """The request was not done.
 
-    Codes: ``protocol`` (it makes no sense), ``unauthorized`` (a wrong token, or no hello), ``closed`` (the session or
-    the store has ended), ``expired`` (a lease has), ``busy`` (it would hold up all others), ``invariant`` and
-    ``internal`` (a fault of the store's).
+    Codes: ``protocol`` (it makes no sense), ``argument`` (it names a medium that is not there), ``unauthorized`` (a
+    wrong token, or no hello), ``closed`` (the session or the store has ended), ``expired`` (a lease has), ``busy`` (it
+    would hold up all others), ``invariant`` and ``internal`` (a fault of the store's).
     """
 
     code: str

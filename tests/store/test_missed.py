@@ -1,0 +1,381 @@
+"""What a tier has missed: it is given that when it is well again, and nothing that nobody would find there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from qkvault.client import StoreClient
+from qkvault.testing.transport_contract import WAIT_SECONDS, find, make_driver, read, save
+from qkvault.tiers.base import JobKind, JobResult
+from qkvault.tiers.disk import DiskTier
+from qkvault.wire.inproc import InprocTransport
+
+
+def num_stores(desk):
+    return sum(job.kind is JobKind.STORE for _, job in desk.jobs)
+
+
+class TestOutage:
+    def test_what_failed_is_written_when_the_tier_takes_it_again(self, make_desk):
+        """B430: and not before, nor what hangs on it, which nobody would find."""
+        desk = make_desk(caps=[8])
+        desk.is_told(can_store=False)
+        desk.save("aa")
+        desk.end_jobs(fail={"aa": "unavailable"})
+        desk.save("aabb", start=1)
+        assert desk.jobs == []
+        desk.catch_up()
+        desk.assert_cache(ram="aa aabb", disk="")
+        desk.is_told()
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb", pins="")
+        assert len(desk.books[0].missed) == 0
+
+    def test_what_came_while_a_tier_was_down_is_written(self, make_desk):
+        """B430: heads first, in one job."""
+        desk = make_desk(caps=[8])
+        desk.is_told(is_healthy=False)
+        desk.save("aabbcc")
+        desk.is_told()
+        assert desk.store.tiering.is_behind
+        desk.store.catch_up(desk.clock())
+        desk.settle()
+        ((_, job),) = desk.jobs
+        assert [desk.names[piece.key] for piece in job.pieces] == ["aa", "aabb", "aabbcc"]
+        desk.end_jobs()
+        desk.assert_cache(disk="aa aabb aabbcc")
+        assert not desk.store.tiering.is_behind
+
+    def test_a_tail_that_arrived_before_its_head_waits_for_it(self, make_desk):
+        """B431: of a job that failed in part, the rest is written after its head."""
+        desk = make_desk(caps=[8])
+        desk.save("aabbcc")
+        desk.end_jobs(fail={"aa": "unavailable", "aabbcc": "unavailable"})
+        desk.assert_cache(disk="aabb")
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb aabbcc")
+
+    def test_nothing_is_written_below_what_a_tier_cannot_get(self, make_desk):
+        """B431: a head that is in no tier and not in RAM any more would leave its tail where nobody finds it."""
+        desk = make_desk(slots=2, caps=[8], policy="mru")
+        desk.is_told(is_healthy=False)
+        desk.save("aabb")
+        head = desk.store.index.get(desk.chunks("aa")[0].key)
+        desk.store.room.take(head)
+        desk.store.ledger.removed(head, desk.books[0].medium.RAM, "ram", "evicted")
+        desk.is_told()
+        desk.catch_up()
+        desk.assert_cache(ram="aabb", disk="")
+        desk.save("aa")
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb")
+
+    def test_a_tier_that_fails_again_and_again_is_left_alone_for_a_while(self, make_desk):
+        """B432: one job at a time, of some hundred chunks, and none for two seconds after one has failed."""
+        desk = make_desk(slots=8, caps=[8])
+        desk.save("aabb")
+        fail = {"aa": "unavailable", "aabb": "unavailable"}
+        desk.end_jobs(fail=fail)
+        num_failed = desk.counters.failed["disk", "unavailable"]
+        for _ in range(100):  # flapping all the while
+            desk.is_told(is_healthy=False)
+            desk.store.catch_up(desk.clock())
+            desk.is_told()
+            desk.store.catch_up(desk.clock())
+            desk.settle()
+            assert num_stores(desk) <= 1
+            desk.end_jobs(fail=fail)
+            desk.clock.advance(0.25)
+        assert desk.counters.failed["disk", "unavailable"] - num_failed <= 2 * 13
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb")
+
+    def test_catching_up_is_done_in_slices(self, make_desk, monkeypatch):
+        """B432: the lock is held, and RAM pinned, for some of it at a time."""
+        monkeypatch.setattr("qkvault.store.tiering._SLICE", 2)
+        desk = make_desk(slots=8, caps=[8])
+        desk.is_told(is_healthy=False)
+        desk.save("aabbccdd")
+        desk.save("xx")
+        desk.is_told()
+        desk.store.catch_up(desk.clock())
+        desk.settle()
+        assert len(desk.jobs[0][1].pieces) == 2
+        assert not desk.store.catch_up(desk.clock())  # one job at a time
+        desk.settle()
+        assert len(desk.jobs) == 1
+        desk.end_jobs()
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb aabbcc aabbccdd xx")
+
+    def test_what_has_left_ram_is_not_missed(self, make_desk):
+        """However long a tier is down, the list is no longer than what RAM holds."""
+        desk = make_desk(slots=2, caps=[8])
+        desk.is_told(is_healthy=False)
+        for letter in "abcdefgh":
+            desk.save(letter * 2)
+        assert len(desk.books[0].missed) == 2
+
+    def test_frozen_nothing_is_written(self, make_desk):
+        """B51: what was missed is written when it is thawed."""
+        desk = make_desk(caps=[8])
+        desk.is_told(is_healthy=False)
+        desk.save("aa")
+        desk.is_told()
+        desk.store.is_frozen = True
+        desk.catch_up()
+        desk.assert_cache(disk="")
+        desk.store.is_frozen = False
+        desk.catch_up()
+        desk.assert_cache(disk="aa")
+
+    def test_what_one_tier_gives_another_gets(self, make_desk):
+        """B430: a chunk that is loaded from one tier is written to one that lacks it."""
+        desk = make_desk(caps=[8, 8])
+        desk.is_told(is_healthy=False)
+        desk.save("aa")
+        desk.end_jobs()
+        desk.store.clear(lower_tiers=False)
+        desk.is_told()
+        assert desk.found("aa") == 32
+        desk.end_jobs()
+        desk.assert_cache(ram="aa", disk="aa")
+
+
+class TestWantedAgain:
+    def test_what_is_present_and_not_in_a_tier_is_written(self, make_desk, outcome):
+        """B433: there was no room for it when it was stored."""
+        desk = make_desk(slots=8, caps=[2])
+        desk.save("aabbcc")
+        desk.end_jobs()
+        desk.assert_cache(ram="aa aabb aabbcc", disk="aa aabb")
+        desk.save("xx")
+        desk.end_jobs()
+        desk.assert_cache(disk="aa xx")
+        assert desk.reserve("aabb").outcomes == outcome("PP")
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb")
+
+    def test_what_a_full_tier_has_no_room_for_is_not_tried_without_end(self, make_desk):
+        """B432: it is looked at again after a while."""
+        desk = make_desk(slots=8, caps=[2])
+        desk.save("aabbcc")
+        desk.end_jobs()
+        desk.store.catch_up(desk.clock())
+        desk.settle()
+        assert (desk.store.tiering.is_behind, desk.jobs) == (False, [])
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb")
+
+
+class TestLoss:
+    def test_a_tier_that_lost_all_is_emptied_and_filled_again(self, make_desk):
+        """B434: nothing of it is promised, what RAM has is written again, heads first."""
+        desk = make_desk(slots=3, caps=[8])
+        for word in ("xx", "aabb", "yy"):  # xx leaves RAM
+            desk.save(word)
+            desk.end_jobs()
+        desk.store.take_events()
+        desk.files[0].clear()
+        desk.is_told(num_losses=1)
+        assert desk.find("xx").lease_id == 0
+        desk.store.catch_up(desk.clock())
+        desk.settle()
+        gone = {desk.names[event.key] for event in desk.store.take_events() if event.reason == "absent"}
+        assert gone == {"xx", "yy", "aa", "aabb"}
+        desk.is_told(num_losses=1)
+        desk.catch_up()
+        desk.is_told(num_losses=1)
+        desk.catch_up()
+        desk.assert_cache(ram="yy aa aabb", disk="yy aa aabb")
+
+    def test_a_store_that_ended_before_the_loss_and_is_told_after_it_does_not_count(self, make_desk):
+        """B434: its file is gone, or written twice."""
+        desk = make_desk(caps=[8])
+        desk.save("aabb")
+        ((_, job),) = desk.jobs
+        desk.jobs = []
+        desk.is_told(num_losses=1)
+        desk.store.on_job_done(JobResult(job.job_id, tuple(piece.key for piece in job.pieces), ()))
+        desk.settle()
+        desk.assert_cache(disk="")
+        desk.catch_up()
+        desk.is_told(num_losses=1)
+        desk.catch_up()
+        desk.assert_cache(ram="aa aabb", disk="aa aabb")
+
+    def test_a_book_is_emptied_in_slices(self, make_desk, monkeypatch):
+        """B432: a tier may hold a million chunks; nothing goes there meanwhile."""
+        monkeypatch.setattr("qkvault.store.tiering._SLICE", 2)
+        desk = make_desk(slots=8, caps=[8])
+        for word in ("aabb", "xx", "yy"):
+            desk.save(word)
+        desk.end_jobs()
+        desk.files[0].clear()
+        desk.is_told(num_losses=1)
+        assert desk.store.catch_up(desk.clock())
+        assert len(desk.books[0].residents) == 2
+        desk.save("zz")
+        assert desk.jobs == []
+        while desk.store.catch_up(desk.clock()):
+            desk.settle()
+        desk.is_told(num_losses=1)
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb xx yy zz")
+
+
+class TestSuperseded:
+    def test_a_tail_stays_in_a_tier_until_the_longer_one_is_there(self, make_desk):
+        """B435: during an outage it is what a restart would find."""
+        desk = make_desk(caps=[8])
+        desk.save("aab")
+        desk.end_jobs()
+        desk.is_told(can_store=False)
+        desk.save("aabb")
+        desk.end_jobs(fail={"aabb": "unavailable"})
+        desk.assert_cache(ram="aa aabb", disk="aa aab")
+        desk.is_told()
+        desk.catch_up()
+        desk.assert_cache(ram="aa aabb", disk="aa aabb")
+
+    def test_a_tail_that_is_read_goes_when_its_readers_are_done(self, make_desk):
+        """B435: from RAM, and from the tier only if the longer one is there."""
+        desk = make_desk(caps=[8])
+        desk.save("aab")
+        desk.end_jobs()
+        held = desk.find("aab")
+        desk.is_told(can_store=False)
+        desk.save("aabb")
+        desk.end_jobs(fail={"aabb": "unavailable"})
+        desk.release(held)
+        desk.assert_cache(ram="aa aabb", disk="aa aab")
+
+    def test_a_tail_that_is_kept_below_is_cleared_all_the_same(self, make_desk):
+        """Although it was to go from RAM already when the reset came."""
+        desk = make_desk(caps=[8])
+        desk.save("aab")
+        desk.end_jobs()
+        held = desk.find("aab")
+        desk.is_told(can_store=False)
+        desk.save("aabb")
+        desk.end_jobs(fail={"aabb": "unavailable"})
+        desk.store.clear()
+        desk.release(held)
+        desk.end_jobs()
+        desk.assert_cache(ram="", disk="")
+
+    def test_a_tail_stays_if_the_longer_one_has_gone_first(self, make_desk):
+        """B435: a reader has held it meanwhile."""
+        desk = make_desk(caps=[8])
+        desk.save("aab")
+        held = desk.find("aab")
+        desk.save("aabb")
+        desk.end_jobs(fail={"aabb": "corrupt"})
+        desk.release(held)
+        desk.end_jobs()
+        assert desk.found("aab") == 48
+
+
+# With real files
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    """What a write to a file raises, in the threads of tiers."""
+    codes, write = [], os.pwritev
+
+    def writing(*args):
+        if codes and threading.current_thread().name.startswith("qkvault-"):
+            raise OSError(codes[0], os.strerror(codes[0]))
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwritev", writing)
+    return codes
+
+
+def run(root):
+    return closing(make_driver(DiskTier(root, 1 << 30, probe_seconds=0.01)))
+
+
+def connect(driver):
+    return StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test"))
+
+
+def until(holds):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+
+
+def found_after_restart(root, word):
+    with run(root) as driver:
+        client = connect(driver)
+        assert driver.drain(WAIT_SECONDS)
+        located = client.wait(find(client, word), WAIT_SECONDS, time.monotonic)
+        return read(client, located, word)
+
+
+def num_on_disk(client):
+    return client.status().media[1].num_chunks
+
+
+def test_what_an_outage_missed_is_found_after_a_restart(tmp_path, faults):
+    """B430: the head was stored during the outage, the rest of the chain after it."""
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        faults.append(errno.ENOSPC)
+        save(client, "aabb")
+        until(lambda: not driver.manager.tiering.num_pending)
+        faults.clear()
+        save(client, "aabbccdd")
+        until(lambda: num_on_disk(client) == 4)
+        assert driver.drain(WAIT_SECONDS)
+    assert found_after_restart(tmp_path, "aabbccdd") == 128
+
+
+def test_a_directory_that_was_removed_is_filled_again(tmp_path):
+    """B434: what RAM has is found after a restart."""
+    root = tmp_path / "tier"
+    with run(root) as driver:
+        client = connect(driver)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        shutil.rmtree(root)
+        save(client, "xx")  # which shows that it has gone
+        until(lambda: driver.tiers[0].num_losses == 1 and num_on_disk(client) == 3 and not driver.tiers[0].problems)
+        assert driver.drain(WAIT_SECONDS)
+    assert found_after_restart(root, "aabb") == 64
+
+
+def test_a_tail_outlives_an_outage(tmp_path, faults):
+    """B435: the longer chunk that replaced it in RAM never reached the disk."""
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        save(client, "aab")
+        assert driver.drain(WAIT_SECONDS)
+        faults.append(errno.EIO)
+        save(client, "aabb")
+        until(lambda: not driver.manager.tiering.num_pending)
+    faults.clear()
+    assert found_after_restart(tmp_path, "aab") == 48
+
+
+def test_draining_waits_for_what_a_tier_has_missed(tmp_path, faults):
+    """What is to be written when a server is told to stop is on disk when it has stopped."""
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        faults.append(errno.EIO)
+        save(client, "aabb")
+        until(lambda: not driver.manager.tiering.num_pending)
+        faults.clear()
+        until(lambda: driver.manager.tiering.is_behind or num_on_disk(client) == 2)
+        assert driver.drain(WAIT_SECONDS)
+        assert num_on_disk(client) == 2
