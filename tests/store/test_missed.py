@@ -62,6 +62,17 @@ class TestOutage:
         desk.catch_up()
         desk.assert_cache(disk="aa aabb aabbcc")
 
+    def test_a_tail_that_is_told_of_before_its_head_follows_it(self, make_desk):
+        """B430: a job's result is in any order."""
+        desk = make_desk(caps=[8])
+        desk.save("aabbcc")
+        ((_, job),) = desk.jobs
+        desk.jobs = []
+        failed = tuple((piece.key, "unavailable") for piece in reversed(job.pieces))
+        desk.store.on_job_done(JobResult(job.job_id, (), failed))
+        desk.catch_up()
+        desk.assert_cache(disk="aa aabb aabbcc")
+
     def test_nothing_is_written_below_what_a_tier_cannot_get(self, make_desk):
         """B431: a head that is in no tier and not in RAM any more would leave its tail where nobody finds it."""
         desk = make_desk(slots=2, caps=[8], policy="mru")

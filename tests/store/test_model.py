@@ -374,6 +374,7 @@ class StoreMachine(RuleBasedStateMachine):
                 failed.append((piece.key, reason))
             else:
                 done.append(piece.key)
+        failed.reverse()  # the order says nothing
         self.store.on_job_done(JobResult(job.job_id, tuple(done), tuple(failed)))
         self.store.on_job_done(JobResult(job.job_id, tuple(done), ()))  # told twice: ignored
 
@@ -499,10 +500,11 @@ class StoreMachine(RuleBasedStateMachine):
     def recover(self):
         """B430: tiers that are well again, and have room, get what they missed."""
         self.store.is_frozen = False
-        for book, tier in zip(self.books, self.tiers, strict=True):
+        for tier in self.tiers:
             tier.is_healthy = tier.can_store = True
-            self.store.tiering.hear(book, tier)
         for _ in range(20):
+            for book, tier in zip(self.books, self.tiers, strict=True):
+                self.store.tiering.hear(book, tier)
             self.store.catch_up(self.clock())
             self.clock.advance(1.0)
             self.end_all_jobs()
