@@ -75,7 +75,7 @@ HEAVY_AT_TOP = {
     "cli": "rich typer",
 }
 
-MAX_FILE, MAX_CLASS, MAX_FUNCTION, MAX_TOTAL = 400, 300, 60, 20_000  # lines; docstrings count
+MAX_FILE, MAX_CLASS, MAX_FUNCTION, MAX_TOTAL = 400, 300, 60, 20_500  # lines; docstrings count
 MAX_POSITIONAL = 5  # parameters, not counting self; the rest is keyword-only
 COMMENT_SHARE = (0.02, 0.08)
 COMMENT_SHARE_FROM = 1_500  # lines of the tree; below, the share says nothing
@@ -387,7 +387,7 @@ BROKEN = [
     (sizes_stay_in_budget, {"types.py": "def f():\n" + "    x = 1\n" * 60}, "f has 61 lines"),
     (sizes_stay_in_budget, {"types.py": "class C:\n" + "    x = 1\n" * 300}, "C has 301 lines"),
     (sizes_stay_in_budget, {"types.py": f"def f({PARAMETERS}): ..."}, "f has 6 positional parameters"),
-    (sizes_stay_in_budget, {f"tiers/t{n}.py": "x = 1\n" * 400 for n in range(51)}, "the tree has 20400 lines"),
+    (sizes_stay_in_budget, {f"tiers/t{n}.py": "x = 1\n" * 400 for n in range(52)}, "the tree has 20800 lines"),
     (comments_are_few_and_there, {f"tiers/t{n}.py": "x = 1\n" * 400 for n in range(4)}, "0.0% of the lines"),
     (comments_are_few_and_there, {f"tiers/t{n}.py": "x = 1  # one\n" * 400 for n in range(4)}, "100.0% of the lines"),
     (a_broad_except_names_its_thread, {"pool.py": "try:\n    f()\nexcept Exception:\n    pass"}, "a broad except"),
