@@ -137,7 +137,7 @@ def test_a_session_that_is_in_use_is_no_lost_one(address, link):
     with serving(address) as driver:
         client = link.session()
         client._transport._timeout_seconds = 0.05
-        with client._transport._turn(20.0):
+        with client._transport._lock:
             time.sleep(0.3)
             assert not link.is_superseded
             assert client.is_usable

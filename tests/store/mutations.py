@@ -278,8 +278,8 @@ MUTATIONS = {
     "another life of the store is not noticed": (SOCKETS, "if self.epoch not in (None, head.epoch):", "if False:"),
     "waiting for one's turn does not count": (
         SOCKETS,
-        "            self._allow(seconds, deadline)\n",
-        "            self._allow(seconds)\n",
+        "        self._allow(seconds, deadline)\n",
+        "        self._allow(seconds)\n",
     ),
     "every byte that is taken earns a whole call": (
         SOCKETS,

@@ -233,6 +233,16 @@ class TestSendTime:
         thread.join()
         assert transport.is_usable
 
+    def test_a_turn_that_comes_late_leaves_what_is_left(self, connect):
+        """B390: to wait for it and for the answer is one wait."""
+        transport = connect(lambda plain: plain.recv(1 << 16) and plain.recv(1), timeout_seconds=20.0)
+        threading.Timer(4.0, transport._lock.release).start()
+        transport._lock.acquire()
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            transport.call(m.Ping(), 5.0)
+        assert 4.0 < time.monotonic() - started < 5.0 + LATE_SECONDS
+
 
 class TestConnectTime:
     def test_connect_and_hello_share_their_time(self, serve):

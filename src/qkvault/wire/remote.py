@@ -69,10 +69,13 @@ class RemoteTransport(SocketTransport):
     def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> None:
         if timeout_seconds is None:
             timeout_seconds = self._seconds_for(sum(ref.image_bytes for ref in refs))
-        with self._turn(timeout_seconds):
+        self._take_turn(timeout_seconds)
+        try:
             self._trim()
             for start in range(0, len(refs), m.MAX_CHUNKS):
                 self._download(refs[start : start + m.MAX_CHUNKS])
+        finally:
+            self._lock.release()
 
     def _download(self, refs: Sequence[ChunkRef]) -> None:
         head, reply = self._exchange(m.Download(b"".join(ref.key for ref in refs)), exact=True)

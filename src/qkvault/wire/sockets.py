@@ -15,7 +15,6 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from typing import Final
 
 from qkvault.address import Address, parse_address
@@ -70,9 +69,9 @@ class Stream:
 
     def send(self, data: bytes | memoryview) -> None:
         """Send all of it. Raises OSError, TimeoutError among them."""
-        left = memoryview(data)
-        while left:
-            left = left[self._send_some(left) :]
+        sent = self._send_some(data)
+        while sent < len(data):
+            sent += self._send_some(memoryview(data)[sent:])
 
     def receive(self, *, exact: bool = False) -> tuple[codec.Head, memoryview]:
         """A head and the body, which is good until the next call. ``exact`` leaves what comes behind it where it is.
@@ -162,13 +161,15 @@ class Stream:
             value = _TIMEVAL.pack(int(left_seconds), int(left_seconds % 1 * 1e6))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
 
-    def _send_some(self, data: memoryview) -> int:
+    def _send_some(self, data: bytes | memoryview) -> int:
         if self._is_tls:  # in pieces: one call has one wait, however long what it is given
             self._limit_wait()
             return self._socket.send(data[:_BUFFER_BYTES])
         while True:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 return self._socket.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
             poll = select.poll()
             poll.register(self._socket, select.POLLOUT)
             if not poll.poll(math.ceil(self._left_seconds() * 1000)):
@@ -250,8 +251,11 @@ class SocketTransport(Transport):
             self._lock.release()
 
     def call(self, request: m.AnyRequest, timeout_seconds: float | None = None) -> m.AnyReply:  # contract inherited
-        with self._turn(self._timeout_seconds if timeout_seconds is None else timeout_seconds):
+        self._take_turn(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        try:
             return self._answer(request)
+        finally:
+            self._lock.release()
 
     def wait_change(self, timeout_seconds: float) -> None:
         time.sleep(min(timeout_seconds, _POLL_SECONDS))
@@ -263,18 +267,13 @@ class SocketTransport(Transport):
             self._stream.close()
         self.pool.close()
 
-    @contextlib.contextmanager
-    def _turn(self, seconds: float) -> Iterator[None]:
+    def _take_turn(self, seconds: float) -> None:
         # The lock, and so much time for what is done meanwhile; waiting for the lock is part of it.
         deadline = time.monotonic() + seconds
-        if not self._lock.acquire(timeout=max(0.0, seconds)):
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=max(0.0, seconds)):
             msg = f"the session with the store at {self.address} was in use for {seconds:g} s"
             raise DeadlineExceeded(msg)
-        try:
-            self._allow(seconds, deadline)
-            yield
-        finally:
-            self._lock.release()
+        self._allow(seconds, deadline)
 
     def _allow(self, seconds: float, deadline: float | None = None) -> None:
         # Holding the lock: what follows has so much time, from now on or until ``deadline``.
