@@ -281,10 +281,10 @@ MUTATIONS = {
         "        self._allow(seconds, deadline)\n",
         "        self._allow(seconds)\n",
     ),
-    "every byte that is taken earns a whole call": (
+    "what nobody takes is waited for for a minute": (
         SOCKETS,
         "            if not poll.poll(math.ceil(self._left_seconds() * 1000)):\n",
-        "            if not poll.poll(1000):\n",
+        "            if not poll.poll(60_000):\n",
     ),
     "a fetch has no deadline of its caller's": (
         REMOTE,

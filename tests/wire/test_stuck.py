@@ -74,6 +74,14 @@ def test_replies_that_are_never_taken_are_waited_for_a_while(welcomed, client, u
     until(lambda: client.status().num_sessions == 1)
 
 
+def test_a_few_replies_that_are_never_taken_are_too_many(welcomed, client, until):
+    """B394: also when nothing else is asked behind them."""
+    plain = welcomed()
+    plain.sendall(codec.encode(m.GetStatus(), 2, 0) * 3000)
+    assert client.status().num_sessions == 2
+    until(lambda: client.status().num_sessions == 1)
+
+
 def test_who_moves_enough_is_never_cut_off(monkeypatch, welcomed, client):
     """B394: a slow reader, whose replies wait for much longer than anybody may rest."""
     monkeypatch.setattr(connection, "_SLOWEST_BYTES_PER_SECOND", 1 << 10)
