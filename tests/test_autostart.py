@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import psutil
 import pytest
 
 from qkvault import autostart
+from qkvault.address import parse_address
 from qkvault.config import Config
 from qkvault.connecting import open_client
 from qkvault.errors import ConfigError, Unavailable
+from qkvault.link import Link
+from qkvault.wire.messages import Instance
 
 CHILD = """
 import sys
@@ -72,6 +76,78 @@ def test_a_server_that_was_killed_is_started_again(address):
     autostart.ensure_server(config)
     (second,) = servers_at(address)
     assert second.pid != first.pid
+
+
+@pytest.fixture
+def link(address):
+    """A link to a server that it starts again, as an engine has it."""
+    config = Config(address=address, autostart=True, ram_bytes=1 << 22, prefault=False)
+    autostart.ensure_server(config)
+    instance = Instance("engine", "worker", "model")
+    with closing(
+        Link(lambda: open_client(config, "test"), instance, ping_seconds=0.05, revive=autostart.Reviver(config))
+    ) as link:
+        link.start()
+        yield link
+
+
+def test_a_server_that_dies_later_is_started_by_who_needs_it(address, link):
+    """B398: by the link's own thread, though nobody calls; no caller waits, and the old one leaves no zombie."""
+    for _ in range(2):
+        (server,) = servers_at(address)
+        server.send_signal(signal.SIGKILL)
+        until(lambda: link.is_superseded)
+        started = time.monotonic()
+        link.lost(Unavailable("superseded"))
+        told = link.session().status()
+        assert time.monotonic() - started < 1.0
+        assert [each.instance.role for each in told.instances] == ["worker"]
+        assert [process.pid for process in servers_at(address)] != [server.pid]
+    assert len(autostart._started & {child.pid for child in psutil.Process().children()}) == 1
+
+
+def test_a_call_does_not_wait_for_a_server_that_is_being_started(address, link):
+    """B398: it fails at once, and what comes later is found."""
+    (server,) = servers_at(address)
+    server.send_signal(signal.SIGKILL)
+    until(lambda: not link.session().is_usable or link.is_superseded)
+    started = time.monotonic()
+    link.lost(Unavailable("gone"))
+    with suppress(Unavailable):
+        link.session()
+    assert time.monotonic() - started < 0.5
+    until(lambda: link.is_up)
+
+
+def test_a_server_that_cannot_be_started_again_is_tried_less_and_less(tmp_path, monkeypatch):
+    """B398: no process a second, for ever."""
+    monkeypatch.setattr(autostart, "_FIRST_PAUSE_SECONDS", 100.0)
+    revive = autostart.Reviver(Config(address=f"unix://{tmp_path}/s", autostart=True, ram_bytes=1 << 50))
+    revive(lambda: False)
+    log = tmp_path / "s.log"
+    said = log.stat().st_size
+    assert said
+    for _ in range(100):
+        revive(lambda: False)
+    assert log.stat().st_size == said
+
+
+def test_a_start_that_nobody_needs_any_more_is_not_waited_for(address):
+    """B398: an engine that ends does not wait for it, nor one while another starts it."""
+    config = Config(address=address, autostart=True, ram_bytes=1 << 22, prefault=False)
+    started = time.monotonic()
+    autostart.Reviver(config)(lambda: True)
+    with autostart._turn(parse_address(address).path, fcntl.LOCK_EX):
+        autostart.Reviver(config)(lambda: False)
+    assert time.monotonic() - started < 0.5
+    until(lambda: autostart._answers(config))
+
+
+def until(holds):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
 
 
 def test_a_server_that_cannot_start_says_why(address):

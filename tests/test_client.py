@@ -27,7 +27,7 @@ class Scripted(Transport):
         self.clock = FakeClock()
         self.is_closed = False
 
-    def call(self, request):
+    def call(self, request, timeout_seconds=None):
         self.asked.append(request)
         reply = self.replies.pop(0)
         if isinstance(reply, Exception):

@@ -33,6 +33,10 @@ def until(holds):
         time.sleep(0.001)
 
 
+def instances_of(driver):
+    return [each.instance for each in driver._sessions.instances(0.0, lambda _: 0)]
+
+
 @pytest.fixture
 def address(tmp_path):
     return f"unix://{tmp_path}/s"
@@ -93,11 +97,129 @@ def test_a_session_is_not_ended_before_its_owner_says_so(address, link):
     with serving(address) as driver:
         client = link.session()
         client._transport._stream.shutdown()
-        until(lambda: not client._transport._is_usable)
+        until(lambda: not client.is_usable)
         assert link.session() is client
         link.lost(Unavailable("seen"))
         until(lambda: link.is_up and link.session() is not client)
         driver.check()
+
+
+def test_an_idle_link_follows_its_store(address, link):
+    """B396: nobody asks anything, and the new store has its instance; the owner changes when he calls."""
+    with serving(address):
+        first = link.session()
+    for epoch in (2, 3):
+        with serving(address, epoch=epoch) as driver:
+            until(lambda: link.is_superseded and instances_of(driver) == [INSTANCE])
+            assert link.session() is first
+    with serving(address, epoch=4) as driver:
+        until(lambda: link.is_superseded and instances_of(driver) == [INSTANCE])
+        link.lost(Unavailable("superseded"))
+        assert (link.is_superseded, link.num_sessions) == (False, 2)
+        assert save(link.session(), "aa") == 1
+        assert link.session() is not first
+
+
+def test_a_loss_goes_on_with_what_is_ready(address, link):
+    """B396: whoever notices a restart by a failed call has the next session at once."""
+    with serving(address):
+        first = link.session()
+    with serving(address, epoch=2):
+        until(lambda: link.is_superseded)
+        with pytest.raises(Unavailable) as caught:
+            first.status()
+        link.lost(caught.value)
+        assert link.session().status().num_sessions == 1
+
+
+def test_a_session_that_is_in_use_is_no_lost_one(address, link):
+    """B396: a sign of life that gets no turn while the owner's call takes long says nothing of the store."""
+    with serving(address) as driver:
+        client = link.session()
+        client._transport._timeout_seconds = 0.05
+        with client._transport._lock:
+            time.sleep(0.3)
+            assert not link.is_superseded
+            assert client.is_usable
+        assert len(instances_of(driver)) == 1
+
+
+def test_a_link_that_has_started_is_registered(address, link):
+    """B397: before any call; where nobody listens it takes no time and raises nothing."""
+    with serving(address) as driver:
+        link.start()
+        assert instances_of(driver) == [INSTANCE]
+        first = link.session()
+        assert instances_of(driver) == [INSTANCE]
+        assert link.session() is first
+
+
+def test_a_start_where_nobody_listens_is_none(address, link):
+    """B397: the store is found when it comes."""
+    started = time.monotonic()
+    link.start()
+    assert time.monotonic() - started < SOON_SECONDS
+    with serving(address) as driver:
+        until(lambda: instances_of(driver) == [INSTANCE])
+
+
+def test_all_of_an_attempt_has_one_timeout(address):
+    """B390: what it takes to connect is not left to register."""
+
+    def connect():
+        if tried:
+            raise Unavailable
+        tried.append(True)
+        client = StoreClient(SocketTransport(address, "test", timeout_seconds=20.0))
+        time.sleep(0.2)
+        driver._lock.acquire()
+        return client
+
+    tried = []
+    with serving(address) as driver, closing(Link(connect, INSTANCE, timeout_seconds=0.3)) as link:
+        started = time.monotonic()
+        try:
+            link.start()
+            assert 0.3 <= time.monotonic() - started < 2.0
+            assert not link.is_up
+        finally:
+            driver._lock.release()
+
+
+def test_a_successor_that_nobody_took_is_closed(address):
+    """B396: with its link."""
+    link = Link(lambda: StoreClient(SocketTransport(address, "test")), INSTANCE, ping_seconds=0.02)
+    with serving(address):
+        link.session()
+    with serving(address, epoch=2) as driver:
+        until(lambda: link.is_superseded)
+        link.close()
+        until(lambda: len(driver._sessions) == 0)
+
+
+def test_a_store_that_is_gone_is_revived_by_the_links_own_thread(address):
+    """B398: never by whoever calls; when an attempt has failed, and no more when the link is closed."""
+    threads, over = [], []
+
+    def revive(is_over):
+        threads.append(threading.current_thread().name)
+        over.append(is_over())
+
+    link = Link(lambda: StoreClient(SocketTransport(address, "test")), ping_seconds=0.02, revive=revive)
+    with serving(address):
+        link.session()
+        time.sleep(0.1)
+        assert threads == []
+    until(lambda: len(threads) >= 2)
+    link.lost(Unavailable("gone"))
+    with pytest.raises(Unavailable):
+        link.session()
+    link.close()
+    count = len(threads)
+    time.sleep(0.1)
+    assert len(threads) == count
+    assert set(threads) == {"qkvault-link"}
+    assert over[0] is False
 
 
 def test_an_instance_that_was_forgotten_registers_again(address, link):

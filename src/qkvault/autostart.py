@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -17,11 +17,13 @@ import msgspec
 from qkvault.address import parse_address
 from qkvault.config import Config
 from qkvault.connecting import open_client
-from qkvault.errors import ConfigError, QKVaultError, Unavailable
+from qkvault.errors import ConfigError, DeadlineExceeded, QKVaultError, Unavailable
 from qkvault.logs import get_logger
 
 _START_SECONDS: Final = 60.0  # a pool of 60 GB is pre-faulted by then
 _PAUSE_SECONDS: Final = 0.02
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 60.0  # between two starts of a server that goes again and again
+_started: Final[set[int]] = set()  # processes of servers, as far as they are not known to have ended
 # Settings of the engine's own process; all others are the server's.
 _NOT_THE_SERVERS: Final = frozenset({"address", "autostart", "timeout_seconds", "instance_id", "token", "listen"})
 _log = get_logger("autostart")
@@ -37,13 +39,43 @@ def ensure_server(config: Config) -> None:
     if not where.is_unix:
         msg = f"autostart: {where} is not a Unix socket; start that server yourself, with qkvault serve"
         raise ConfigError(msg)
-    with _turn(where.path):
+    with _turn(where.path, fcntl.LOCK_EX):
         if not _answers(config):
-            _start(config, where.path)
+            _start(config, where.path, lambda: False)
+
+
+class Reviver:
+    """Starts a server that has gone again. For one thread, which may wait; after a failure it rests for longer."""
+
+    def __init__(self, config: Config) -> None:
+        """``config`` as for ``ensure_server``."""
+        self._config = config
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._next_start = 0.0  # on the monotonic clock
+
+    def __call__(self, is_over: Callable[[], bool]) -> None:
+        """Start one if none answers and nobody else is starting one. Blocks until it answers or ``is_over()``.
+
+        Says so, and raises nothing, if it cannot be started.
+        """
+        if time.monotonic() < self._next_start:
+            return
+        path = parse_address(self._config.address or "").path
+        try:
+            with _turn(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if not _answers(self._config):
+                    _start(self._config, path, is_over)
+            self._pause_seconds = _FIRST_PAUSE_SECONDS
+        except BlockingIOError:  # it is being started
+            return
+        except (ConfigError, OSError) as error:
+            _log.warning("server_not_started", error=str(error))
+            self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
+        self._next_start = time.monotonic() + self._pause_seconds
 
 
 @contextmanager
-def _turn(path: str) -> Iterator[None]:
+def _turn(path: str, how: int) -> Iterator[None]:
     # One after the other; the system ends the turn of a process that dies.
     lock_path = f"{path}.lock"
     try:
@@ -53,7 +85,7 @@ def _turn(path: str) -> Iterator[None]:
         msg = f"autostart: {lock_path} cannot be made: {error}"
         raise ConfigError(msg) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, how)
         yield
     finally:
         os.close(descriptor)
@@ -62,6 +94,8 @@ def _turn(path: str) -> Iterator[None]:
 def _answers(config: Config) -> bool:
     try:
         open_client(config, "autostart").close()
+    except DeadlineExceeded:  # it is slow; another would be refused
+        return True
     except Unavailable:
         return False
     except QKVaultError:  # something is there that we cannot use: to start another would not help
@@ -69,7 +103,12 @@ def _answers(config: Config) -> bool:
     return True
 
 
-def _start(config: Config, path: str) -> None:
+def _start(config: Config, path: str, is_over: Callable[[], bool]) -> None:
+    for started in _started.copy():  # those that have ended stay in the system's table until somebody has asked
+        with suppress(ChildProcessError):
+            if not os.waitpid(started, os.WNOHANG)[0]:
+                continue
+        _started.discard(started)
     log_path = Path(f"{path}.log")
     command = [sys.executable, "-m", "qkvault", "serve", "--listen", str(config.address), *_settings(config)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QKVAULT_")}
@@ -89,9 +128,10 @@ def _start(config: Config, path: str) -> None:
             ],
             setsid=True,
         )
+    _started.add(pid)
     _log.info("server_started", address=config.address, pid=pid, log=str(log_path))
     deadline = time.monotonic() + _START_SECONDS
-    while not _answers(config):
+    while not _answers(config) and not is_over():
         if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() > deadline:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -41,6 +41,11 @@ class StoreClient:
         return self._transport.pool
 
     @property
+    def is_usable(self) -> bool:
+        """Whether no call has failed so far; all that come after one fail too, at once."""
+        return self._transport.is_usable
+
+    @property
     def features(self) -> tuple[str, ...]:
         """What the store can do besides."""
         return self._transport.features
@@ -140,9 +145,12 @@ class StoreClient:
         """Sleep until something may have changed for a pending lease, at most ``timeout_seconds``."""
         self._transport.wait_change(timeout_seconds)
 
-    def fetch(self, refs: Sequence[ChunkRef]) -> None:
-        """Make the pool show leased chunks; nothing to do where it is the store's own memory."""
-        self._transport.fetch(refs)
+    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> None:
+        """Make the pool show leased chunks; nothing to do where it is the store's own memory.
+
+        Blocks for ``timeout_seconds`` at most; None: for a time that fits the size.
+        """
+        self._transport.fetch(refs, timeout_seconds)
 
     def release(self, *lease_ids: int) -> None:
         """Give up read leases."""
@@ -182,9 +190,9 @@ class StoreClient:
         """Give a sign of life. Returns whether this session is registered as an instance."""
         return self._ask(m.Ping(), m.Done).count > 0
 
-    def register(self, instance: m.Instance) -> None:
-        """Say which process of which engine this session is. Repeating it is fine."""
-        self._ask(m.Register(instance), m.Done)
+    def register(self, instance: m.Instance, timeout_seconds: float | None = None) -> None:
+        """Say which process of which engine this session is, in ``timeout_seconds`` if given. Repeating it is fine."""
+        self._ask(m.Register(instance), m.Done, timeout_seconds)
 
     def status(self) -> m.Status:
         """What is going on."""
@@ -198,8 +206,8 @@ class StoreClient:
         """End the session: its leases end with it. Idempotent."""
         self._transport.close()
 
-    def _ask(self, request: m.AnyRequest, expected: type[R]) -> R:
-        reply = self._transport.call(request)
+    def _ask(self, request: m.AnyRequest, expected: type[R], timeout_seconds: float | None = None) -> R:
+        reply = self._transport.call(request, timeout_seconds)
         if isinstance(reply, expected):
             return reply
         if isinstance(reply, m.Failed):

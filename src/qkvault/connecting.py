@@ -25,7 +25,7 @@ SERVER_NAME: Final = "server"
 def open_client(config: Config, client: str, *, address: str | None = None) -> StoreClient:
     """A session with the store at ``address``; without it at ``address_of(config)``.
 
-    ``client`` is a name for the server's logs. Blocks for ``config.timeout_seconds`` at most for each step. Raises
+    ``client`` is a name for the server's logs. Blocks for ``config.timeout_seconds`` at most. Raises
     ConfigError for an address or certificate that cannot be used, Unavailable if no store answers or it refuses us,
     and ProtocolError if it speaks another protocol.
     """

@@ -1,13 +1,15 @@
 """Link: a session with a store that may go away and come back.
 
 Whoever uses it does not wait for a store that is not there: but for the first attempt ``session()`` answers at once,
-and a thread of the link's own tries to connect again. A session that has failed is replaced when its owner has said
-that nothing of his is being copied any more: the store gives a session's slots to others when it ends.
+and a thread of the link's own gives signs of life and connects again. That thread never ends the owner's session: the
+store gives a session's slots to others when it ends, so it is replaced when its owner has said that nothing of his is
+being copied any more. Until then its successor, open and registered, waits.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -24,7 +26,7 @@ _limited = RateLimited(_log)
 
 
 class Link:
-    """Sessions with one store, one after the other. ``session`` and ``lost`` are for one thread: the owner's."""
+    """Sessions with one store, one after the other. All but ``is_up`` is for one thread: the owner's."""
 
     def __init__(
         self,
@@ -32,17 +34,24 @@ class Link:
         instance: Instance | None = None,
         *,
         ping_seconds: float = 0.0,
+        timeout_seconds: float = 1.0,
+        revive: Callable[[Callable[[], bool]], None] | None = None,
     ) -> None:
         """``connect`` opens a session or raises one of our errors; it is called by this and by another thread.
 
         ``instance`` registers every session. ``ping_seconds`` is the time between signs of life; 0: none are given.
+        ``timeout_seconds`` is for an attempt: what ``connect`` takes of it is not left to register. ``revive(is_over)``
+        is called by the link's own thread after an attempt has failed, and ends soon when ``is_over()``.
         """
         self._connect = connect
         self._instance = instance
         self._ping_seconds = ping_seconds
+        self._timeout_seconds = timeout_seconds
+        self._revive = revive
         self._lock = threading.Lock()  # guards all that follows
-        self._client: StoreClient | None = None
-        self.num_sessions = 0  # that there have been; to be read only
+        self._client: StoreClient | None = None  # the owner's
+        self._successor: StoreClient | None = None  # only while there is one to succeed
+        self.num_sessions = 0  # that the owner has had; to be read only
         self._was_tried = False
         self._is_closed = False
         self._problem = ""
@@ -54,13 +63,22 @@ class Link:
         """Whether there is a session, as far as is known."""
         return self._client is not None
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether the session has failed, or its store was restarted, and another is ready: ``lost`` changes to it."""
+        return self._successor is not None
+
+    def start(self) -> None:
+        """Connect and register now, so that the first ``session()`` does not. Blocks as that would; raises nothing."""
+        with suppress(Unavailable):
+            self.session()
+
     def session(self) -> StoreClient:
         """The session. Blocks only at the first call, which connects. Raises Unavailable while there is none."""
         client = self._client
         if client is None and not self._was_tried:
             self._was_tried = True
-            self._try()
-            if not self.is_up or self._ping_seconds:
+            if not self._try() or self._ping_seconds:
                 self._look()
             client = self._client
         if client is None:
@@ -69,9 +87,10 @@ class Link:
         return client
 
     def lost(self, error: Exception) -> None:
-        """The session has failed, and nothing of its owner's is being copied: end it, and look for a new one."""
+        """The session has failed, and nothing of its owner's is being copied: end it, and go on with another."""
         with self._lock:
-            client, self._client = self._client, None
+            client, self._client, self._successor = self._client, self._successor, None
+            self.num_sessions += self._client is not None
         if client is None:
             return
         self._problem = str(error)
@@ -84,10 +103,12 @@ class Link:
         """End the session, and stop looking. Idempotent."""
         with self._lock:
             self._is_closed = True
-            client, self._client = self._client, None
+            clients = self._client, self._successor
+            self._client = self._successor = None
         self._wake.set()
-        if client is not None:
-            client.close()
+        for client in clients:
+            if client is not None:
+                client.close()
         if self._thread is not None:
             self._thread.join()
 
@@ -100,45 +121,57 @@ class Link:
     def _run(self) -> None:
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not self._is_closed:
+            is_well = False
             try:
-                if self.is_up:
-                    pause_seconds = _FIRST_PAUSE_SECONDS
-                    self._ping()
-                else:
-                    self._try()
-                    pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+                is_well = self._ping() or self._try()
+                if not is_well and self._revive is not None:
+                    self._revive(lambda: self._is_closed)
             except Exception:  # thread top: the next attempt may go better
                 _log.exception("link_failed")
-            self._wake.wait((self._ping_seconds or None) if self.is_up else pause_seconds)
+            pause_seconds = _FIRST_PAUSE_SECONDS if is_well else min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+            self._wake.wait((self._ping_seconds or None) if is_well else pause_seconds)
             self._wake.clear()
 
-    def _try(self) -> None:
-        client = None
+    def _try(self) -> bool:
+        # Whether a session was opened and registered: the owner's, or its successor.
+        client, deadline = None, time.monotonic() + self._timeout_seconds
         try:
             client = self._connect()
             if self._instance is not None:
-                client.register(self._instance)
+                client.register(self._instance, deadline - time.monotonic())
         except QKVaultError as error:
             self._problem = str(error)
             _limited.warning("store_not_reached", error=str(error))
             if client is not None:
                 client.close()
-            return
+            return False
         with self._lock:
-            is_wanted = not self._is_closed
-            if is_wanted:
-                self._client = client
+            if self._is_closed:
+                is_spare = True
+            elif self._client is None:
+                is_spare, self._client = False, client
                 self.num_sessions += 1
-        if is_wanted:
-            _log.debug("store_reached", pool_bytes=client.pool.capacity_bytes)
-        else:
+            else:
+                is_spare, self._successor = self._successor is not None, self._successor or client
+        if is_spare:
             client.close()
+        _log.debug("store_reached", pool_bytes=client.pool.capacity_bytes)
+        return True
 
-    def _ping(self) -> None:
-        # What fails here the owner finds out with his next call: only he knows when to end the session.
-        client = self._client
-        if client is None or not self._ping_seconds:
-            return
+    def _ping(self) -> bool:
+        # Whether the latest session is well. One that has failed is its owner's to end, unless it is not his yet.
+        client = self._successor or self._client
+        if client is None:
+            return False
         with suppress(QKVaultError):
-            if not client.ping() and self._instance is not None:
+            if self._ping_seconds and not client.ping() and self._instance is not None:
                 client.register(self._instance)
+        if client.is_usable:
+            return True
+        with self._lock:
+            was_ours = self._successor is client
+            if was_ours:
+                self._successor = None
+        if was_ours:
+            client.close()
+        return False

@@ -15,6 +15,7 @@ from qkvault.transfer import LoadItem, Transfer
 from qkvault.types import Medium
 from qkvault.wire.messages import Located
 
+_LAST_SECONDS: Final = 1.0  # for what is here at the deadline and has to be sent yet
 _NAP_SECONDS: Final = 0.005  # between two looks at what is on its way: a wake-up that comes between them is missed
 
 
@@ -38,7 +39,7 @@ class Loader:
         *,
         deadline_seconds: float,
     ) -> None:
-        """``deadline_seconds`` is how long a load waits for what is on its way."""
+        """``deadline_seconds`` is how long a load waits for what is on its way, and for what is sent."""
         self._client, self._transfer = client, transfer
         self._stats, self._clock = stats, clock
         self._deadline_seconds = deadline_seconds
@@ -56,7 +57,8 @@ class Loader:
         while True:
             found = min(located.ready.num_tokens, stop) // self._block_size * self._block_size
             if found - start >= min_tokens:
-                copying.go_on(self._items(located, start, found, block_ids))
+                fetch_seconds = max(deadline - self._clock(), _LAST_SECONDS)
+                copying.go_on(self._items(located, start, found, block_ids), fetch_seconds)
             left_seconds = deadline - self._clock()
             if not located.num_pending or copying.has_failed or left_seconds <= 0:
                 break
@@ -94,12 +96,12 @@ class _Copying:
         """Whether what comes now would be of no use."""
         return bool(self._failed) or self._first_stale is not None
 
-    def go_on(self, items: Sequence[LoadItem]) -> None:
-        """Copy what of ``items``, the leading ones of all, was not copied yet."""
+    def go_on(self, items: Sequence[LoadItem], fetch_seconds: float) -> None:
+        """Copy what of ``items``, the leading ones of all, was not copied yet; it is fetched in ``fetch_seconds``."""
         fresh = items[len(self._items) :]
         if not fresh or self.has_failed:
             return
-        self._transfer.fetch(fresh)
+        self._transfer.fetch(fresh, fetch_seconds)
         num_whole = min(self._transfer.stale(fresh), default=len(fresh))
         if num_whole < len(fresh):
             self._first_stale = fresh[num_whole]

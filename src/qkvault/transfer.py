@@ -121,6 +121,11 @@ class Transfer:
         self._layouts: dict[bytes, ChunkLayout | None] = {self._description: self.layout}  # None: cannot be read
         self._copying: deque[tuple[torch.Event, _Copy]] = deque()  # what a device has not finished, oldest first
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is under way."""
+        return self.num_begun == self.num_ended
+
     def save(self, items: Sequence[SaveItem]) -> SaveReport:
         """Store ``items`` (chains, heads first): one reserve, one copy of all pages, one commit (rows 3, 12).
 
@@ -187,9 +192,12 @@ class Transfer:
             self._began(copied, _Copy(started_seconds, num_tokens * self.layout.token_bytes))
         return failed | self.stale(items)
 
-    def fetch(self, items: Sequence[LoadItem]) -> None:
-        """Bring the items' chunks here, if the store's memory is not shared. To be called first. Raises Unavailable."""
-        self.client.fetch([item.ref for item in items])
+    def fetch(self, items: Sequence[LoadItem], timeout_seconds: float | None = None) -> None:
+        """Bring the items' chunks here, if the store's memory is not shared. To be called first.
+
+        Blocks for ``timeout_seconds`` at most; None: for a time that fits the size. Raises Unavailable.
+        """
+        self.client.fetch([item.ref for item in items], timeout_seconds)
 
     def stale(self, items: Sequence[LoadItem]) -> set[int]:
         """Positions of items whose slot does not hold their chunk any more, as far as its header tells."""

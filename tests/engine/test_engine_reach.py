@@ -24,7 +24,7 @@ class Severed(Transport):
         self.pool = self._inner.pool
         self.num_left: int | None = None
 
-    def call(self, request):
+    def call(self, request, timeout_seconds=None):
         if self.num_left is not None:
             self.num_left -= 1
             if self.num_left < 0:

@@ -346,8 +346,30 @@ MUTATIONS = {
     ),
     "each byte has a deadline of its own": (
         SOCKETS,
-        "                raise TimeoutError\n",
-        "                left_seconds = 1.0\n",
+        "left_seconds = min(self._deadline - time.monotonic(), self._silence_seconds)",
+        "left_seconds = self._timeout_seconds",
+    ),
+    "silence may last as long as a load": (SOCKETS, "deadline, self._timeout_seconds", "deadline, 600.0"),
+    "the answer to data is waited for no longer than another": (
+        SOCKETS,
+        "                self._stream.bear_silence()\n",
+        "                pass\n",
+    ),
+    "another life of the store is not noticed": (SOCKETS, "if self.epoch not in (None, head.epoch):", "if False:"),
+    "waiting for one's turn does not count": (
+        SOCKETS,
+        "        self._allow(seconds, deadline)\n",
+        "        self._allow(seconds)\n",
+    ),
+    "what nobody takes is waited for for a minute": (
+        SOCKETS,
+        "            if not poll.poll(math.ceil(self._left_seconds() * 1000)):\n",
+        "            if not poll.poll(60_000):\n",
+    ),
+    "a fetch has no deadline of its caller's": (
+        REMOTE,
+        "        if timeout_seconds is None:\n",
+        "        if refs:\n",
     ),
     "a slot from afar keeps its old header": (
         REMOTE,
@@ -382,8 +404,8 @@ MUTATIONS = {
     ),
     "a commit from afar sends all": (
         REMOTE,
-        "keys = slots if request.keys is None else [key for key in slots if key in request.keys]",
-        "keys = slots",
+        "named = slots.keys() if request.keys is None else set(request.keys)",
+        "named = slots.keys()",
     ),
     "a fetch shows what was evicted": (
         REMOTE,
@@ -404,6 +426,26 @@ MUTATIONS = {
         SESSIONS,
         "self.reap_timeout_seconds if session.has_pinged else self.registration_grace_seconds",
         "self.reap_timeout_seconds",
+    ),
+    "half a frame is waited for for ever": (
+        CONNECTION,
+        "        return bool(self._outbox or self._inbox or self._filling or self._skip_bytes)\n",
+        "        return bool(self._outbox)\n",
+    ),
+    "who never reads is waited for for ever": (
+        CONNECTION,
+        "        return bool(self._outbox or self._inbox or self._filling or self._skip_bytes)\n",
+        "        return bool(self._inbox or self._filling or self._skip_bytes)\n",
+    ),
+    "a byte earns all of our patience": (
+        CONNECTION,
+        "        earned_seconds = num_bytes / _SLOWEST_BYTES_PER_SECOND\n",
+        "        earned_seconds = 10.0\n",
+    ),
+    "what a client moves earns it nothing": (
+        CONNECTION,
+        "        earned_seconds = num_bytes / _SLOWEST_BYTES_PER_SECOND\n",
+        "        earned_seconds = 0.0\n",
     ),
     "anybody may connect": (LISTEN, "            Path(path).chmod(0o600)", "            Path(path).chmod(0o666)"),
     "strangers are served": (LISTEN, "elif _peer_uid(accepted) not in (os.getuid(), 0):", "elif False:"),

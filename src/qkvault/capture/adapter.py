@@ -110,8 +110,7 @@ class QRingBufferAdapter:
 
     def register(self) -> None:
         """Open the session (row 94): a store that is not there yet is looked for from now on."""
-        with suppress(Unavailable):
-            self._link.session()
+        self._link.start()
 
     def submit(self) -> None:
         """Store all chunks that have become whole: one reserve and one commit for all requests of a step (row 84)."""
@@ -195,6 +194,8 @@ class QRingBufferAdapter:
             self.ring.free(self._lent.popleft().block_ids)
 
     def _session(self) -> Transfer:
+        if self._link.is_superseded and (self._transfer is None or self._transfer.is_idle):
+            self._lost(Unavailable("the store was restarted"))
         client = self._link.session()
         if self._transfer is None or self._transfer.client is not client:
             self._abandon()

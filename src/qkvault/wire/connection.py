@@ -15,6 +15,8 @@ from qkvault.wire import messages as m
 from qkvault.wire.transport import Handler
 
 BUFFER_BYTES: Final = 1 << 18
+_PATIENCE_SECONDS: Final = 10.0  # with a client that has sent half a frame, or does not take what it is sent
+_SLOWEST_BYTES_PER_SECOND: Final = 1 << 16  # what it has to move to keep our patience
 _TURN_BYTES: Final = 8 << 20  # of one client's data that are taken or sent before the others have their turn
 _MAX_OUT_BYTES: Final = 4 << 20  # of replies that a client has yet to read: until it does, nothing is read from it
 _MAX_HELLO_BYTES: Final = 1 << 16  # before it said who it is, nobody gets more memory
@@ -45,6 +47,7 @@ class Connection:
         self._sends_pool = False  # the descriptor goes with the next bytes
         self._is_ending = False  # closed when all is sent
         self._is_uploading = False  # slots wait to be sent
+        self._patience_seconds = _PATIENCE_SECONDS
         # Data that comes after a message: where it is to go, and who is answered then.
         self._filling: deque[memoryview] = deque()
         self._skip_bytes = 0
@@ -60,6 +63,16 @@ class Connection:
         """Whether it has so much to read that nothing is read from it meanwhile."""
         return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the client has to send or to take something before it may rest."""
+        return bool(self._outbox or self._inbox or self._filling or self._skip_bytes)
+
+    def has_patience(self, waited_seconds: float) -> bool:
+        """Whether an unfinished client may go on after so much more time. What it moves earns it new patience."""
+        self._patience_seconds -= waited_seconds
+        return self._patience_seconds > 0
+
     def serve(self) -> None:
         """Take what has come, answer, and send what can be sent in one turn.
 
@@ -73,6 +86,8 @@ class Connection:
             self._write()
             # What lies here already wakes no selector: requests behind a full outbox, and what TLS has decrypted.
             has_more = not self.is_full and ((was_full and self._take(_NOTHING)) or self._has_decrypted())
+        if not self.is_unfinished:
+            self._patience_seconds = _PATIENCE_SECONDS
 
     def _has_decrypted(self) -> bool:
         return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
@@ -100,6 +115,7 @@ class Connection:
                 else:
                     sent = self.socket.send(item[:left_bytes])
                 left_bytes -= sent
+                self._moved(sent)
                 if item.readonly:  # a frame of ours; slots are not
                     self._owned_bytes -= sent
                 if sent < len(item):
@@ -126,7 +142,12 @@ class Connection:
         if not count:
             msg = "it closed the connection"
             raise ConnectionResetError(msg)
+        self._moved(count)
         return count
+
+    def _moved(self, num_bytes: int) -> None:
+        earned_seconds = num_bytes / _SLOWEST_BYTES_PER_SECOND
+        self._patience_seconds = min(self._patience_seconds + earned_seconds, _PATIENCE_SECONDS)
 
     def _take(self, data: memoryview) -> bool:
         # Whether anything of it, or of what had come before, could be used.

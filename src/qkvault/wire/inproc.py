@@ -24,7 +24,12 @@ class InprocTransport(Transport):
         welcome = self.call(Hello(PROTOCOL_VERSION, client))
         self.features = welcome.features if isinstance(welcome, Welcome) else ()
 
-    def call(self, request: AnyRequest) -> AnyReply:  # contract inherited
+    @property
+    def is_usable(self) -> bool:
+        return self._session_id is not None
+
+    def call(self, request: AnyRequest, timeout_seconds: float | None = None) -> AnyReply:  # contract inherited
+        del timeout_seconds  # nothing is waited for
         if self._session_id is None:
             msg = "the session is closed"
             raise Unavailable(msg)

@@ -19,8 +19,9 @@ from qkvault.errors import ConfigError
 _TURN_SECONDS: Final = 2.0  # that a server waits for others that start in the same folder
 _TURN_PAUSE_SECONDS: Final = 0.01
 _BACKLOG: Final = 1024  # a connect that does not fit fails at once
-_KEEPALIVE: Final = (  # a peer whose machine has vanished is noticed within half a minute
+_PEER_GONE: Final = (  # a peer whose machine has vanished is noticed within half a minute
     (socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 25_000),  # ms; with output that it has not acknowledged no probes are sent
 )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def tune(connection: socket.socket) -> None:
     """Set what a TCP connection needs: no delay for small messages, and probes of a peer that is silent."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
+    for option, value in _PEER_GONE:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

@@ -139,6 +139,8 @@ On a Unix socket the first bytes of `Welcome` carry the pool's file descriptor (
 - A head that announces too long a body ends it, and so does anything before a `Hello` that is not one, a wrong token,
   another protocol version, and ten seconds without a `Hello`.
 - While a client does not read what it was sent, nothing more is read from it. Others are not kept waiting.
+- Ten seconds in which it takes nothing of what waits for it, or leaves a frame unfinished, end a connection. What it
+  moves meanwhile is worth a second for every 64 KiB.
 - A client that sees another epoch than before knows that the store was restarted: what it holds is gone.
 
 ## Requests

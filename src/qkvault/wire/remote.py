@@ -17,6 +17,7 @@ from qkvault.wire.transport import PoolView
 
 _MAP_NORESERVE: Final = 0x4000  # Linux; in the mmap module since Python 3.13
 _MAX_POOL_BYTES: Final = 1 << 46  # half of what a process can address
+_SLOWEST_BYTES_PER_SECOND: Final = 32 << 20  # that data is waited for: a quarter of what a network of 1 Gb/s carries
 _KEPT_BYTES: Final = 512 << 20  # of memory that was used: to take it anew costs a fault for every page
 
 
@@ -65,11 +66,16 @@ class RemoteTransport(SocketTransport):
 
     pool: MirrorPool
 
-    def fetch(self, refs: Sequence[ChunkRef]) -> None:
-        with self._lock:
+    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> None:
+        if timeout_seconds is None:
+            timeout_seconds = self._seconds_for(sum(ref.image_bytes for ref in refs))
+        self._take_turn(timeout_seconds)
+        try:
             self._trim()
             for start in range(0, len(refs), m.MAX_CHUNKS):
                 self._download(refs[start : start + m.MAX_CHUNKS])
+        finally:
+            self._lock.release()
 
     def _download(self, refs: Sequence[ChunkRef]) -> None:
         head, reply = self._exchange(m.Download(b"".join(ref.key for ref in refs)), exact=True)
@@ -93,16 +99,18 @@ class RemoteTransport(SocketTransport):
             for ref in refs:
                 wipe_header(self.pool.view(ref.offset, ref.image_bytes))
 
-    def call(self, request: m.AnyRequest) -> m.AnyReply:
-        with self._lock:
-            if isinstance(request, m.Commit):
-                return self._commit(request)
-            _, reply = self._exchange(request)
-            if isinstance(request, m.Reserve) and isinstance(reply, m.Reserved):
-                self._remember(request, reply)
-            elif isinstance(request, m.Abort):
-                self._written.pop(request.lease_id, None)
-            return reply
+    def _answer(self, request: m.AnyRequest) -> m.AnyReply:
+        if isinstance(request, m.Commit):
+            return self._commit(request)
+        reply = super()._answer(request)
+        if isinstance(request, m.Reserve) and isinstance(reply, m.Reserved):
+            self._remember(request, reply)
+        elif isinstance(request, m.Abort):
+            self._written.pop(request.lease_id, None)
+        return reply
+
+    def _seconds_for(self, num_bytes: int) -> float:
+        return self._timeout_seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
 
     def _trim(self) -> None:
         self.pool.trim({offset for slots in self._written.values() for offset, _ in slots.values()})
@@ -120,8 +128,10 @@ class RemoteTransport(SocketTransport):
 
     def _commit(self, request: m.Commit) -> m.AnyReply:
         slots = self._written.pop(request.lease_id, {})
-        keys = slots if request.keys is None else [key for key in slots if key in request.keys]
-        return self._exchange(request, data=tuple(self.pool.view(*slots[key]) for key in keys))[1]
+        named = slots.keys() if request.keys is None else set(request.keys)
+        data = tuple(self.pool.view(*slot) for key, slot in slots.items() if key in named)
+        self._allow(self._seconds_for(sum(map(len, data))))
+        return self._exchange(request, data=data)[1]
 
     def _open_pool(self, welcome: m.Welcome) -> PoolView:
         self._written: dict[int, dict[bytes, tuple[int, int]]] = {}  # by write lease, in the order of its reserve

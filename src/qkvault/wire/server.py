@@ -22,6 +22,7 @@ from qkvault.wire.listen import Listener
 from qkvault.wire.transport import Handler
 
 _ACCEPT_PAUSE_SECONDS: Final = 0.01
+_LOOK_SECONDS: Final = 1.0  # between two looks at who should have moved something
 _HELLO_SECONDS: Final = 10.0  # a connection that has not said hello by then is closed
 _MAX_STRANGERS: Final = 256  # connections that have not said hello; of more the oldest are closed
 _log = get_logger("wire")
@@ -65,6 +66,8 @@ class SocketServer:
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._connections: dict[socket.socket, Connection] = {}
         self._strangers: dict[socket.socket, float] = {}  # have not said hello: until when they may
+        self._unfinished: set[Connection] = set()  # those that have said it, and may not rest
+        self._looked_seconds = 0.0  # when their patience was last counted, on the monotonic clock
         self._thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
         self._thread.start()
 
@@ -82,7 +85,7 @@ class SocketServer:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select(1.0 if self._strangers else None):
+            for key, _ in self._selector.select(_LOOK_SECONDS if self._strangers or self._unfinished else None):
                 if key.data is not None:
                     self._serve(key.data, key.events)
                 elif key.fileobj is self._listener.socket:
@@ -93,6 +96,8 @@ class SocketServer:
                     return
             if self._strangers:
                 self._drop_strangers()
+            if self._unfinished:
+                self._drop_stuck()
 
     def _accept(self) -> None:
         try:
@@ -113,6 +118,10 @@ class SocketServer:
     def _serve(self, connection: Connection, waited_for: int) -> None:
         try:
             connection.serve()
+            if connection.is_unfinished:
+                self._unfinished.add(connection)
+            else:
+                self._unfinished.discard(connection)
             wanted = selectors.EVENT_WRITE if connection.has_output else 0
             if not connection.is_full:
                 wanted |= selectors.EVENT_READ
@@ -137,8 +146,21 @@ class SocketServer:
                 break
             self._drop(self._connections[plain])
 
+    def _drop_stuck(self) -> None:
+        # Time in which we did not look ourselves, or others were served, is nobody's fault: it counts as one look's.
+        now = time.monotonic()
+        waited_seconds = min(now - self._looked_seconds, 2 * _LOOK_SECONDS)
+        if waited_seconds < _LOOK_SECONDS:
+            return
+        self._looked_seconds = now
+        for connection in list(self._unfinished):
+            if connection.session_id is not None and not connection.has_patience(waited_seconds):
+                _limited.warning("client_cut_off", session=connection.session_id, error="it moves nothing")
+                self._drop(connection)
+
     def _drop(self, connection: Connection) -> None:
         self._strangers.pop(connection.socket, None)
+        self._unfinished.discard(connection)
         self._selector.unregister(connection.socket)
         del self._connections[connection.socket]
         try:

@@ -7,7 +7,9 @@ what is in them.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import socket
 import ssl
 import struct
@@ -21,6 +23,7 @@ from qkvault.pool import AttachedPool
 from qkvault.wire import codec
 from qkvault.wire import messages as m
 from qkvault.wire.listen import tune
+from qkvault.wire.resolve import resolve
 from qkvault.wire.transport import PoolView, Transport
 
 _POLL_SECONDS: Final = 0.0005  # between two looks at a lease that has chunks pending
@@ -28,65 +31,58 @@ _BUFFER_BYTES: Final = 1 << 16  # replies that are longer get one of their own
 _TIMEVAL: Final = struct.Struct("ll")
 _SPIN_SECONDS: Final = 50e-6
 _MIN_WAIT_SECONDS: Final = 1e-4  # the kernel takes 0 for ever
+_WAIT_STEPS: Final = 64  # the parts of a wait that a socket is told it by: to tell it costs a call
 
 
 class Stream:
-    """A connected socket on which every read and every write has an end."""
+    """A connected socket. All that is done on it after ``begin`` has one deadline, and no silence outlasts a call.
+
+    Deadlines are on the monotonic clock. Owned by one thread at a time, but for ``shutdown``.
+    """
 
     def __init__(self, address: Address, timeout_seconds: float, tls: ssl.SSLContext | None = None) -> None:
-        """Connect. Raises OSError."""
+        """Connect. This and all until ``begin`` has ``timeout_seconds``; later silence has as much. Raises OSError."""
         self._is_tls = tls is not None
-        self._wait_seconds = -1.0
+        self._timeout_seconds = timeout_seconds
+        self.begin(time.monotonic() + timeout_seconds)
+        self._wait_seconds = -1.0  # that the socket was told last
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self.wants_descriptor = address.is_unix
         self.descriptors: list[int] = []  # received, and not owned by anybody yet
-        if address.is_unix:
-            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        else:
-            plain = socket.create_connection((address.host, address.port), timeout_seconds)
+        plain = self._connect_unix(address.path) if address.is_unix else self._connect_tcp(address)
         try:
-            plain.settimeout(timeout_seconds)
-            if address.is_unix:
-                plain.connect(address.path)
-            else:
-                tune(plain)
+            plain.settimeout(self._left_seconds())
             self._socket = plain if tls is None else tls.wrap_socket(plain, server_hostname=address.host)
         except BaseException:
             plain.close()
             raise
         if tls is None:
             self._socket.settimeout(None)  # the kernel's own timeouts spare every call a poll
-        self.limit(timeout_seconds)
 
-    def limit(self, seconds: float) -> None:
-        """Let every single read and write wait that long at most."""
-        if seconds == self._wait_seconds:
-            return
-        self._wait_seconds, seconds = seconds, max(seconds, _MIN_WAIT_SECONDS)
-        if self._is_tls:
-            self._socket.settimeout(seconds)
-            return
-        value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+    def begin(self, deadline: float) -> None:
+        """What follows has to be done by ``deadline``, all of it."""
+        self._deadline, self._silence_seconds = deadline, self._timeout_seconds
+
+    def bear_silence(self) -> None:
+        """Until the next ``begin`` only the deadline counts: while what was sent is on its way no answer can come."""
+        self._silence_seconds = math.inf
 
     def send(self, data: bytes | memoryview) -> None:
         """Send all of it. Raises OSError, TimeoutError among them."""
-        try:
-            self._socket.sendall(data)
-        except BlockingIOError as error:  # what a timeout of the kernel looks like
-            raise TimeoutError from error
+        sent = self._send_some(data)
+        while sent < len(data):
+            sent += self._send_some(memoryview(data)[sent:])
 
-    def receive(self, deadline: float, *, exact: bool = False) -> tuple[codec.Head, memoryview]:
+    def receive(self, *, exact: bool = False) -> tuple[codec.Head, memoryview]:
         """A head and the body, which is good until the next call. ``exact`` leaves what comes behind it where it is.
 
-        Raises OSError, TimeoutError when ``deadline`` has passed, ProtocolError if something came behind it.
+        Raises OSError, TimeoutError among them, and ProtocolError if something came behind it.
         """
         view = self._buffer
         first = view[: codec.HEAD.size] if exact else view
         got = self._read_soon(first) or self._read(first)
         while got < codec.HEAD.size:
-            got += self._read(view[got : codec.HEAD.size] if exact else view[got:], deadline)
+            got += self._read(view[got : codec.HEAD.size] if exact else view[got:])
         head = codec.decode_head(view)
         end = codec.HEAD.size + head.body_bytes
         if end > len(view):
@@ -94,14 +90,14 @@ class Stream:
             longer[:got] = view[:got]
             view = longer
         while got < end:
-            got += self._read(view[got:end], deadline)
+            got += self._read(view[got:end])
         if got > end or (head.data_bytes and not exact):
             msg = "more than was asked for"
             raise ProtocolError(msg)
         return head, view[codec.HEAD.size : end]
 
     def fill(self, view: memoryview) -> None:
-        """Receive data into all of ``view``. Raises OSError, TimeoutError when nothing comes any more."""
+        """Receive data into all of ``view``. Raises OSError, TimeoutError among them."""
         got = 0
         while got < len(view):
             got += self._read(view[got:])
@@ -118,6 +114,67 @@ class Stream:
             os.close(descriptor)
         self.descriptors = []
 
+    def _connect_unix(self, path: str) -> socket.socket:
+        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            plain.settimeout(self._left_seconds())
+            plain.connect(path)
+        except BaseException:
+            plain.close()
+            raise
+        return plain
+
+    def _connect_tcp(self, address: Address) -> socket.socket:
+        places = resolve(address.host, address.port, self._deadline)
+        problem: OSError | None = None
+        for number, place in enumerate(places):
+            plain = socket.socket(place.family, socket.SOCK_STREAM)
+            try:
+                plain.settimeout(
+                    self._left_seconds() / (len(places) - number)
+                )  # one that is mute leaves time for others
+                plain.connect(place.address)
+                tune(plain)
+            except OSError as error:
+                plain.close()
+                problem = error
+            else:
+                return plain
+        raise problem or OSError(f"{address.host} has no address")
+
+    def _left_seconds(self) -> float:
+        # How long the next step may wait. Raises TimeoutError if it may not.
+        left_seconds = min(self._deadline - time.monotonic(), self._silence_seconds)
+        if left_seconds <= 0:
+            raise TimeoutError
+        return max(left_seconds, _MIN_WAIT_SECONDS)
+
+    def _limit_wait(self) -> None:
+        # Tell the socket what is left, unless it has been told about the same.
+        left_seconds = self._left_seconds()
+        if abs(self._wait_seconds - left_seconds) * _WAIT_STEPS < left_seconds:
+            return
+        self._wait_seconds = left_seconds
+        if self._is_tls:
+            self._socket.settimeout(left_seconds)
+        else:
+            value = _TIMEVAL.pack(int(left_seconds), int(left_seconds % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+    def _send_some(self, data: bytes | memoryview) -> int:
+        if self._is_tls:  # in pieces: one call has one wait, however long what it is given
+            self._limit_wait()
+            return self._socket.send(data[:_BUFFER_BYTES])
+        while True:
+            try:
+                return self._socket.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            if not poll.poll(math.ceil(self._left_seconds() * 1000)):
+                raise TimeoutError
+
     def _read_soon(self, view: memoryview) -> int:
         # What comes within some microseconds, else 0. An answer is that fast where the store is on this machine, and a
         # core that goes to sleep meanwhile takes longer to wake than the store to answer.
@@ -131,12 +188,8 @@ class Stream:
                 if time.perf_counter() >= until:
                     return 0
 
-    def _read(self, view: memoryview, deadline: float | None = None) -> int:
-        if deadline is not None:  # something came before: what is left of the time is less than a whole wait
-            left_seconds = deadline - time.monotonic()
-            if left_seconds <= 0:
-                raise TimeoutError
-            self.limit(left_seconds)
+    def _read(self, view: memoryview) -> int:
+        self._limit_wait()
         try:
             if self.wants_descriptor:  # it comes with the first bytes
                 self.wants_descriptor = False
@@ -144,12 +197,12 @@ class Stream:
                 view[: len(data)] = data
                 return _some(len(data))
             return _some(self._socket.recv_into(view))
-        except BlockingIOError as error:
+        except BlockingIOError as error:  # what a timeout of the kernel looks like
             raise TimeoutError from error
 
 
 class SocketTransport(Transport):
-    """A session over a socket.
+    """A session over a socket. A call's time counts from when it is made: for its turn, the sending and the answer.
 
     Once a call has failed the session is of no more use; the store ends it, and gives its slots to others, when it is
     closed. Whoever owns it closes it as soon as nothing of his is still being copied.
@@ -164,13 +217,17 @@ class SocketTransport(Transport):
         token: str = "",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Connect and say hello. Raises Unavailable, and ProtocolError if the store speaks another protocol."""
+        """Connect and say hello, in ``timeout_seconds`` altogether; each call has as much.
+
+        Raises Unavailable, and ProtocolError if the store speaks another protocol.
+        """
         self.address = address
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._sequence = 0
         self._is_usable = True
-        self.epoch = 0
+        self.epoch: int | None = None  # which life of the store this is a session with; None before it has said so
+        self._allowed_seconds = timeout_seconds  # for what is under way
         where = parse_address(address)
         try:
             self._stream = Stream(where, timeout_seconds, None if where.is_unix else tls)
@@ -184,9 +241,21 @@ class SocketTransport(Transport):
             self._stream.close()
             raise
 
-    def call(self, request: m.AnyRequest) -> m.AnyReply:  # contract inherited
-        with self._lock:
-            return self._exchange(request)[1]
+    @property
+    def is_usable(self) -> bool:
+        if not self._lock.acquire(blocking=False):  # a call is under way: how it ends is not known yet
+            return True
+        try:
+            return self._is_usable
+        finally:
+            self._lock.release()
+
+    def call(self, request: m.AnyRequest, timeout_seconds: float | None = None) -> m.AnyReply:  # contract inherited
+        self._take_turn(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        try:
+            return self._answer(request)
+        finally:
+            self._lock.release()
 
     def wait_change(self, timeout_seconds: float) -> None:
         time.sleep(min(timeout_seconds, _POLL_SECONDS))
@@ -197,6 +266,22 @@ class SocketTransport(Transport):
             self._is_usable = False
             self._stream.close()
         self.pool.close()
+
+    def _take_turn(self, seconds: float) -> None:
+        # The lock, and so much time for what is done meanwhile; waiting for the lock is part of it.
+        deadline = time.monotonic() + seconds
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=max(0.0, seconds)):
+            msg = f"the session with the store at {self.address} was in use for {seconds:g} s"
+            raise DeadlineExceeded(msg)
+        self._allow(seconds, deadline)
+
+    def _allow(self, seconds: float, deadline: float | None = None) -> None:
+        # Holding the lock: what follows has so much time, from now on or until ``deadline``.
+        self._allowed_seconds = seconds
+        self._stream.begin(time.monotonic() + seconds if deadline is None else deadline)
+
+    def _answer(self, request: m.AnyRequest) -> m.AnyReply:
+        return self._exchange(request)[1]
 
     def _open_pool(self, welcome: m.Welcome) -> PoolView:
         if not self._stream.descriptors:
@@ -209,7 +294,8 @@ class SocketTransport(Transport):
             raise Unavailable(msg) from error
 
     def _say_hello(self, hello: m.Hello) -> m.Welcome:
-        _, welcome = self._exchange(hello)
+        head, welcome = self._exchange(hello)
+        self.epoch = head.epoch
         if not isinstance(welcome, m.Welcome):
             msg = f"the store at {self.address} did not welcome us: {welcome}"
             raise ProtocolError(msg)
@@ -223,13 +309,14 @@ class SocketTransport(Transport):
             msg = f"the session with the store at {self.address} has ended"
             raise Unavailable(msg)
         self._sequence = (self._sequence + 1) % (1 << 32)
-        frame = codec.encode(request, self._sequence, self.epoch, sum(map(len, data)))
+        frame = codec.encode(request, self._sequence, self.epoch or 0, sum(map(len, data)))
         self._is_usable = False  # unless all goes well: a late answer would be taken for the next one's
         try:
-            self._stream.limit(self._timeout_seconds)
             self._stream.send(frame)
             for view in data:
                 self._stream.send(view)
+            if data:
+                self._stream.bear_silence()
             answer = self._receive(exact=exact)
         except OSError as error:
             raise self._lost(error) from error
@@ -237,16 +324,18 @@ class SocketTransport(Transport):
         return answer
 
     def _receive(self, *, exact: bool) -> tuple[codec.Head, m.AnyReply]:
-        head, body = self._stream.receive(time.monotonic() + self._timeout_seconds, exact=exact)
+        head, body = self._stream.receive(exact=exact)
         if head.sequence != self._sequence:
             msg = f"reply {head.sequence} to request {self._sequence}"
             raise ProtocolError(msg)
-        self.epoch = head.epoch
+        if self.epoch not in (None, head.epoch):
+            msg = f"the store at {self.address} was restarted: what it held for this session is gone"
+            raise Unavailable(msg)
         return head, codec.decode_reply(body)
 
     def _lost(self, error: OSError) -> Unavailable:
         if isinstance(error, TimeoutError):
-            return DeadlineExceeded(f"the store at {self.address} did not answer in {self._timeout_seconds:g} s")
+            return DeadlineExceeded(f"the store at {self.address} did not answer in {self._allowed_seconds:g} s")
         return Unavailable(f"no store answers at {self.address}: {error}")
 
 

@@ -53,19 +53,27 @@ class Transport(ABC):
     pool: PoolView
     features: tuple[str, ...] = ()  # what the store said that it can do besides
 
-    @abstractmethod
-    def call(self, request: AnyRequest) -> AnyReply:
-        """Ask, and wait for the answer (never longer than the transport's timeout).
+    @property
+    def is_usable(self) -> bool:
+        """Whether calls may succeed: not after one has failed, or after ``close``. While one is under way: yes."""
+        return True
 
-        Raises Unavailable when the store cannot be reached, ProtocolError when it does not make sense.
+    @abstractmethod
+    def call(self, request: AnyRequest, timeout_seconds: float | None = None) -> AnyReply:
+        """Ask, and wait for the answer, for ``timeout_seconds`` at most; None: for the transport's own timeout.
+
+        Data that goes along has the time besides that its size takes. Raises Unavailable when the store cannot be
+        reached, ProtocolError when it does not make sense.
         """
 
-    def fetch(self, refs: Sequence[ChunkRef]) -> None:
+    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> None:
         """Make ``pool`` show leased chunks, if it does not share the store's memory. Raises as ``call``.
 
+        Blocks for ``timeout_seconds`` at most; None: for a time that fits the size. A store that falls silent meanwhile
+        is waited for no longer than for an answer.
         A chunk that is not in RAM any more has no header then, as if its slot had got another owner.
         """
-        del refs
+        del refs, timeout_seconds
 
     @abstractmethod
     def wait_change(self, timeout_seconds: float) -> None:

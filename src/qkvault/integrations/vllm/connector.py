@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from msgspec.structs import replace
 
-from qkvault import autostart, embedded
 from qkvault import config as configuration
-from qkvault.client import StoreClient
-from qkvault.connecting import open_client
+from qkvault import embedded
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
 from qkvault.integrations.vllm import layouts, queries
 from qkvault.integrations.vllm.compat import (
@@ -31,6 +29,7 @@ from qkvault.integrations.vllm.compat import (
     SupportsHMA,
 )
 from qkvault.integrations.vllm.events import EngineEvents, are_wanted
+from qkvault.integrations.vllm.links import open_link
 from qkvault.integrations.vllm.logs import follow_vllm
 from qkvault.integrations.vllm.metrics import QKVaultPromMetrics, QKVaultStats, Reporter
 from qkvault.integrations.vllm.ops import StepPlan, StepReport
@@ -60,7 +59,6 @@ F = TypeVar("F", bound=Callable[..., object])
 _SOURCES: Final = {Medium.RAM: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
 # What a request ends with that has computed all it was to compute.
 _COMPLETE: Final = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"})
-_PING_SECONDS: Final = 5.0
 _INSTANCE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = get_logger("vllm")
 _limited = RateLimited(_log)
@@ -157,7 +155,6 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _link(self, role: str, description: SpaceDescription | None = None) -> Link:
         """Sessions with the server, or with the store in the scheduler's process, for KV or what is described."""
-        config, name = self._config, f"vllm-{role}"
         instance = Instance(
             instance_id=self._instance_id,
             role=role,
@@ -169,17 +166,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             engine=f"vllm {SUPPORTED}",
             spaces=((description or SpaceDescription(self._spaces[self._rank], self._layout)).encode(),),
         )
-        if config.address is None:
-            return Link(lambda: self._connect_embedded(name), instance)
-        if config.autostart:
-            autostart.ensure_server(config)
-        return Link(lambda: open_client(config, name), instance, ping_seconds=_PING_SECONDS)
-
-    def _connect_embedded(self, name: str) -> StoreClient:
-        store = self._store or embedded.find(self._instance_id)
-        if store is not None:
-            return store.connect(name)
-        return open_client(self._config, name, address=embedded.socket_address(self._instance_id))
+        return open_link(self._config, instance, self._store)
 
     def on_failure(self, error: Exception) -> None:
         """A hook of the scheduler's side has failed; if that was the store, it is looked for from now on."""
@@ -228,7 +215,15 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         paged = layouts.paged_connector(self._vllm_config, self._kv_cache_config, self._layout, kv_caches)
         link, space = self._link("worker"), self._spaces[self._rank]
         can_save = self._rank == 0 or space != self._spaces[0]
-        self._worker = WorkerSide(paged, space, link, self.stats, rank=self._rank, can_save=can_save)
+        self._worker = WorkerSide(
+            paged,
+            space,
+            link,
+            self.stats,
+            rank=self._rank,
+            can_save=can_save,
+            load_deadline_seconds=self._config.load_deadline_seconds,
+        )
         if self._query_geometry is not None and self._vllm_config.kv_transfer_config.is_kv_producer:
             self._queries = queries.start(
                 self._vllm_config,

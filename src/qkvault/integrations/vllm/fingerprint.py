@@ -8,9 +8,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from huggingface_hub import snapshot_download
-from vllm import envs
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
@@ -103,6 +100,9 @@ def adapter_path(path: str) -> str:
         return os.path.expanduser(path)  # noqa: PTH111  # as vLLM does: Path raises for an unknown user
     if Path(path).is_absolute() or Path(path).exists():
         return path
+    from huggingface_hub import snapshot_download  # a dependency of vLLM, which ``compat`` looks at first
+    from vllm import envs
+
     if envs.VLLM_USE_MODELSCOPE:
         msg = f"the adapter {path!r} is looked for at ModelScope: give its local path"
         raise FileNotFoundError(msg)

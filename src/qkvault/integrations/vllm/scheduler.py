@@ -84,13 +84,14 @@ class SchedulerSide:
 
     @property
     def _client(self) -> StoreClient:
+        if self._link.is_superseded:
+            self.lost(Unavailable("the store was restarted"))
         return self._link.session()
 
     def lost(self, error: Exception) -> None:
         """The session with the store has failed: nothing it leased is ours any more. It is looked for from now on."""
-        for tracked in self._tracked.values():
-            if tracked is not None:
-                tracked.lease_ids, tracked.ready = (), ()
+        for tracked in filter(None, self._tracked.values()):
+            tracked.lease_ids, tracked.ready = (), ()
         self._link.lost(error)
 
     def close(self) -> None:

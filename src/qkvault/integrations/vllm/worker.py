@@ -6,6 +6,7 @@ blocks that vLLM computes again, and what could not be stored is told to the sch
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -48,14 +49,19 @@ class WorkerSide:
         *,
         rank: int = 0,
         can_save: bool = True,
+        load_deadline_seconds: float = 10.0,
     ) -> None:
-        """``rank`` is the worker's place in what plans say by rank; without ``can_save`` another stores for it."""
+        """``rank`` is the worker's place in what plans say by rank; without ``can_save`` another stores for it.
+
+        The loads of one step have ``load_deadline_seconds`` together: what is not here then is computed.
+        """
         self._paged = paged
         self._space = space
         self._link = link
         self._stats = stats
         self._rank = rank
         self._can_save = can_save
+        self._load_deadline_seconds = load_deadline_seconds
         self._transfer: Transfer | None = None
         self._step_loaded = self._step_saved = 0  # numbers of the last plans: none is carried out twice
         self._loading: deque[_Loading] = deque()
@@ -69,9 +75,10 @@ class WorkerSide:
         if plan.number == self._step_loaded:
             return
         self._step_loaded = plan.number
+        deadline = time.monotonic() + self._load_deadline_seconds
         for op in plan.loads:
             request = self._stats.on_retrieve_request(len(op.block_ids) * self._paged.block_size)
-            num_good = self._try_load(op)
+            num_good = self._try_load(op, deadline)
             self._loading.append(_Loading(op, num_good, self._mark(), request))
         if plan.finals:
             self._sent.update(op.request_id for op in plan.finals)
@@ -116,19 +123,22 @@ class WorkerSide:
         self._abandon()
         self._link.close()
 
-    def _try_load(self, op: LoadOp) -> int:
+    def _try_load(self, op: LoadOp, deadline: float) -> int:
         """How many leading items were copied, or are being copied. What is behind a failure is of no use."""
         try:
             items = op.items_of(self._rank)
-            failed = self._fetch_and_load(items) if items else set()
+            failed = self._fetch_and_load(items, deadline) if items else set()
         except Exception as error:  # thread top: the engine must go on; vLLM computes these blocks again
             self._lost(error, "load_failed")
             return 0
         return min(failed, default=len(items))
 
-    def _fetch_and_load(self, items: Sequence[LoadItem]) -> set[int]:
+    def _fetch_and_load(self, items: Sequence[LoadItem], deadline: float) -> set[int]:
         transfer = self._session()
-        transfer.fetch(items)
+        left_seconds = deadline - time.monotonic()
+        if left_seconds <= 0:  # the step's loads before this one took it all
+            return {0}
+        transfer.fetch(items, left_seconds)
         return transfer.load(items)
 
     def _end_load(self, loading: _Loading) -> None:
@@ -199,6 +209,8 @@ class WorkerSide:
             self._lost(error, "save_failed")
 
     def _session(self) -> Transfer:
+        if self._link.is_superseded and not self._loading and (self._transfer is None or self._transfer.is_idle):
+            self._lost(Unavailable("the store was restarted"), "session_changed")
         client = self._link.session()
         if self._transfer is None or self._transfer.client is not client:
             self._transfer = Transfer(client, self._paged, self._space, stats=self._stats)
