@@ -75,9 +75,7 @@ class Rope:
         half = len(self.frequencies)
         head_size = 2 * half if self.head_size is None else self.head_size
         if not k.shape[-3] == len(before) == len(after) or k.shape[-1] != head_size or head_size < 2 * half:
-            msg = (
-                f"{len(before)} old and {len(after)} new; keys {list(k.shape)}, heads of {head_size}, {2 * half} turned"
-            )
+            msg = f"{len(before)} old and {len(after)} new, K {list(k.shape)}, heads of {head_size}, {2 * half} turned"
             raise ValueError(msg)
         # Each angle rounded as in the model, so that the old turn is undone exactly.
         angles = [(each.float()[:, None] * self.frequencies).double() for each in (before, after)]
