@@ -27,7 +27,7 @@ from qkvault.paged import PagedConnector
 from qkvault.prefix import Prefix
 from qkvault.stats import StatsMonitor
 from qkvault.tokens import load_scheme, num_masked_tokens
-from qkvault.transfer import SaveItem, SaveReport, StoreResult, Transfer
+from qkvault.transfer import SaveItem, StoreResult, Transfer
 from qkvault.types import ChunkRefs, Outcome
 from qkvault.wire.messages import Located
 
@@ -127,21 +127,21 @@ class CacheEngine:
         _require_blocks(block_ids, end, self._paged.block_size)
         request = self.stats.on_store_request(len(tokens))
         items: list[SaveItem] = []
-        report, num_published = SaveReport((), 0), 0
+        outcomes: list[Outcome] = []
+        num_before = self._transfer.num_published
+        reason = _refusal(identity)
         try:
-            reason = _refusal(identity)
             if reason is None:
                 prefix = self._prefix(tokens, identity)
                 items = prefix.save_items(num_masked, end, block_ids, self._paged.block_size)
-                report, num_published = self._reach(lambda: self._save(items), (report, 0))
-        except BaseException:
-            self.stats.on_store_finished(request, chunks={"failed": len(items)})
-            raise
-        result = replace(StoreResult.of(items, report.outcomes, num_published), uncacheable_reason=reason)
-        chunks = {outcome.value: n for outcome, n in result.outcomes.items() if outcome is not Outcome.RESERVED}
-        chunks |= {"stored": num_published, "failed": len(items) - num_published - sum(chunks.values())}
-        num_bytes = result.stored_tokens * self.metadata.layout.token_bytes
-        self.stats.on_store_finished(request, num_tokens=result.stored_tokens, num_bytes=num_bytes, chunks=chunks)
+                self._reach(lambda: self._save(items, outcomes), None)
+        finally:
+            num_published = self._transfer.num_published - num_before
+            result = replace(StoreResult.of(items, outcomes, num_published), uncacheable_reason=reason)
+            chunks = {outcome.value: n for outcome, n in result.outcomes.items() if outcome is not Outcome.RESERVED}
+            chunks |= {"stored": num_published, "failed": len(items) - num_published - sum(chunks.values())}
+            num_bytes = result.stored_tokens * self.metadata.layout.token_bytes
+            self.stats.on_store_finished(request, num_tokens=result.stored_tokens, num_bytes=num_bytes, chunks=chunks)
         return result
 
     def lookup(
@@ -266,12 +266,11 @@ class CacheEngine:
         with self.stats.stage("process_tokens", num_tokens=len(tokens)):
             return Prefix(self._space, identity, tokens, shared=self.config.is_shared)
 
-    def _save(self, items: Sequence[SaveItem]) -> tuple[SaveReport, int]:
-        """Store ``items``, and wait for it. Returns what became of them and how many chunks became readable."""
-        num_before = self._transfer.num_published
-        report = self._transfer.save(items)
+    def _save(self, items: Sequence[SaveItem], outcomes: list[Outcome]) -> None:
+        """Store ``items``, and wait for it. Appends to ``outcomes`` what became of them, as far as it comes."""
+        for part in self._transfer.save_parts(items):
+            outcomes += part.outcomes
         self._transfer.wait()
-        return report, self._transfer.num_published - num_before
 
     def _look_up(self, tokens: Tokens, identity: RequestIdentity, media: Sequence[str] | None) -> _Held | None:
         """What is cached, leased and counted; None if it is less than the least that is used."""

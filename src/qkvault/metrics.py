@@ -148,7 +148,7 @@ STORE_METRICS: Final = (
 QUERY_METRICS: Final = (
     _of_queries("chunks", "Chunks of queries, by what became of them.", outcome=("captured", "stored", "present")),
     _of_queries("dropped_chunks", "Chunks whose queries are not stored.", reason=DROP_REASONS),
-    _of_queries("faults", "Steps that were not captured because of a fault: a bug if not 0."),
+    _of_queries("faults", "Steps, or parts of one, that were not captured because of a fault: a bug if not 0."),
     _of_ring("ring_bytes", "Size of the ring that queries are collected in."),
     _of_ring("ring_blocks", "Blocks of the ring."),
     _of_ring("ring_free_blocks", "Blocks of the ring that are free."),

@@ -8,7 +8,7 @@ a failed chunk and not foreign bytes. A chunk that cannot be read, for whatever 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -78,15 +78,14 @@ class StoreResult(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, items: Sequence[SaveItem], outcomes: Sequence[Outcome], num_published: int) -> StoreResult:
-        """The sum over ``items``. ``outcomes`` is empty if the store could not be reached."""
-        if not outcomes:
-            return cls(0, 0, {}, sum(item.num_tokens for item in items))
+        """The sum over ``items``. ``outcomes`` are those of the first ones; the store was out of reach for the rest."""
         sizes: dict[Outcome, list[int]] = {outcome: [] for outcome in Outcome}
-        for item, outcome in zip(items, outcomes, strict=True):
+        for item, outcome in zip(items, outcomes, strict=False):
             sizes[outcome].append(item.num_tokens)
         reserved = sizes[Outcome.RESERVED]
         stored = sum(reserved[:num_published])  # what is missing are tails that longer ones have replaced meanwhile
-        return cls(stored, sum(sizes[Outcome.PRESENT]), dict(Counter(outcomes)), sum(reserved) - stored)
+        failed = sum(reserved) - stored + sum(item.num_tokens for item in items[len(outcomes) :])
+        return cls(stored, sum(sizes[Outcome.PRESENT]), dict(Counter(outcomes)), failed)
 
 
 class _Copy(NamedTuple):
@@ -134,18 +133,17 @@ class Transfer:
         until then the pages must be left alone. When a copy raises, nothing of its part is stored and the error is
         passed on. Raises Unavailable, and ValueError if an item's blocks are not those of its tokens.
         """
+        reports = list(self.save_parts(items))
+        outcomes = tuple(outcome for report in reports for outcome in report.outcomes)
+        return SaveReport(outcomes, sum(report.copied_bytes for report in reports))
+
+    def save_parts(self, items: Sequence[SaveItem]) -> Iterator[SaveReport]:
+        """``save``, with the report of each part as it is done: when one raises, those before it keep their fate."""
         if any(len(item.block_ids) * self.paged.block_size != item.num_tokens for item in items):
             msg = f"a chunk's tokens must fill its blocks of {self.paged.block_size}"
             raise ValueError(msg)
-        outcomes: list[Outcome] = []
-        num_bytes, start = 0, 0
-        while start < len(items):
-            part = items[start : start + self._num_in_part]
-            report = self._save_part(part)
-            outcomes += report.outcomes
-            num_bytes += report.copied_bytes
-            start += len(part)
-        return SaveReport(tuple(outcomes), num_bytes)
+        for start in range(0, len(items), self._num_in_part):
+            yield self._save_part(items[start : start + self._num_in_part])
 
     def _save_part(self, items: Sequence[SaveItem]) -> SaveReport:
         with self._stats.stage("put"):

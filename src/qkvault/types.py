@@ -41,6 +41,11 @@ class CacheKind(str, Enum):
     KV = "kv"  # keys and values
     QUERY = "query"
 
+    @classmethod
+    def _missing_(cls, value: object) -> CacheKind:
+        msg = f"{value!r} is no kind of tensor: one of {', '.join(kind.value for kind in cls)}"
+        raise ValueError(msg)
+
     def server_model_name(self, model_name: str) -> str:
         """The display form of a model name for this kind: ``model`` or ``model##query`` (row 106)."""
         return model_name if self is CacheKind.KV else f"{model_name}##{self.value}"

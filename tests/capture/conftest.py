@@ -107,9 +107,17 @@ class NoWait(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         assert name not in ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal"), name
+        if name == "_to_copy" and str((kwargs or {}).get("device")).startswith("cuda"):
+            assert args[0].is_cuda or args[0].is_pinned(), "memory that the host copies"
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             assert all(index is None or index.dtype != torch.bool for index in args[1]), "a boolean index"
         return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    """Where a ring and the rows for it are."""
+    return request.param
 
 
 @pytest.fixture

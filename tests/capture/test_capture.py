@@ -67,7 +67,8 @@ class LateDevice(PagedConnector):
 class Model:
     """A fake model, its scheduler, and its capture into a store of its own."""
 
-    def __init__(self, new_scheduler, seed=1, *, num_ring_blocks=64, is_late=False) -> None:
+    def __init__(self, new_scheduler, seed=1, *, num_ring_blocks=64, is_late=False, where="cpu") -> None:
+        self.where = where
         self.store = EmbeddedStore(Config(ram_bytes=4 << 20, prefault=False))
         self.kv = FakeEngine(KV, KV_BLOCKS)
         self.scheduler = new_scheduler(KV_BLOCKS, BLOCK, CHUNK, seed)
@@ -76,13 +77,16 @@ class Model:
         self.queries = FakeEngine(self.layout, KV_BLOCKS, seed=9)
         self.space = query_space(SPACE, self.layout)
         self.connect_error: Exception | None = None
-        ring = QRingBuffer(LAYERS, num_ring_blocks, BLOCK, 24, torch.bfloat16)
+        ring = QRingBuffer(LAYERS, num_ring_blocks, BLOCK, 24, torch.bfloat16, device=where)
         self.device = (LateDevice if is_late else PagedConnector)(list(ring.tensors.values()), self.layout)
         self.adapter = QRingBufferAdapter(
             ring, self.layout, self.space, Link(self.connect), num_engine_blocks=KV_BLOCKS, paged=self.device
         )
         self.names = [f"layers.{at}.attn" for at in range(LAYERS)]
         self.capture = QRingBufferCapture(self.adapter, self.names, num_slots=KV_BLOCKS * BLOCK)
+        self.holes = []
+        take_holes = self.adapter.collector.take_holes
+        self.adapter.collector.take_holes = lambda: self.holes.extend(found := take_holes()) or found
         self.client = self.store.connect("reader")
         self.prefixes: dict[str, Prefix] = {}
 
@@ -127,7 +131,8 @@ class Model:
         noise = np.zeros((LAYERS, 6, 4), np.int16)
         picked = [wanted[name][:, at] if name else noise for name, at in rows]
         bits = np.stack(picked, axis=1) if picked else np.zeros((LAYERS, 0, 6, 4), np.int16)
-        return torch.from_numpy(bits).view(torch.bfloat16), self.scheduler.slot_mapping(rows)
+        queries, mapping = torch.from_numpy(bits).view(torch.bfloat16), self.scheduler.slot_mapping(rows)
+        return queries.to(self.where), mapping.to(self.where)
 
     def run(self, steps, *, missing=(), submits=True) -> None:
         queries, mapping = self.rows_of(steps)
@@ -144,8 +149,15 @@ class Model:
         self.run([self.schedule(request, num_tokens - num_cached)])
         return request
 
+    def settle(self) -> None:
+        """A GPU ends what it was given: rows are verified, copied and committed."""
+        for _ in range(3 if self.where == "cuda" else 0):
+            torch.cuda.synchronize()
+            self.capture.reclaim()
+
     def stored(self, tokens) -> list[int]:
         """Whole chunks of ``tokens`` whose queries are in the store; each was read back and compared."""
+        self.settle()
         prefix = Prefix(self.space, RequestIdentity(), tokens)
         transfer = Transfer(self.client, PagedConnector(self.queries.tensors, self.layout), self.space)
         table = self.queries.allocate(len(tokens))
@@ -176,19 +188,26 @@ def model(new_scheduler):
 
 
 @pytest.fixture
+def model_there(new_scheduler, device):
+    """A model on the CPU, and on a GPU where there is one."""
+    with Model(new_scheduler, where=device) as model:
+        yield model
+
+
+@pytest.fixture
 def late(new_scheduler):
     """A model on a device whose copies end when they are told to."""
     with Model(new_scheduler, is_late=True, num_ring_blocks=4) as model:
         yield model
 
 
-def test_queries_are_read_back_by_token_ids(model):
+def test_queries_are_read_back_by_token_ids(model_there):
     """B64, B82, B95: every element of every layer, in the space of queries; the keys differ in the space alone."""
-    request = model.prefill("a", 100)
-    assert model.stored(request.tokens) == [0, 1, 2]
-    assert model.adapter.counters.num_stored == 3
-    assert model.space.kind is CacheKind.QUERY
-    assert model.space.space_id != SPACE.space_id
+    request = model_there.prefill("a", 100)
+    assert model_there.stored(request.tokens) == [0, 1, 2]
+    assert model_there.adapter.counters.num_stored == 3
+    assert model_there.space.kind is CacheKind.QUERY
+    assert model_there.space.space_id != SPACE.space_id
 
 
 def test_queries_and_kv_of_a_prompt_do_not_mix(model):
@@ -208,29 +227,28 @@ def test_queries_and_kv_of_a_prompt_do_not_mix(model):
 
 
 @pytest.mark.parametrize("size", [1, 7, 33])
-def test_pieces_of_any_size_lose_nothing(model, size):
+def test_pieces_of_any_size_lose_nothing(model_there, size):
     """B85: chunked prefill, and decoding a token at a time."""
-    request = model.add("a", list(range(96)))
+    request = model_there.add("a", list(range(96)))
     while request.num_computed < 96:
-        model.run([model.schedule(request, min(size, 96 - request.num_computed))])
-    assert model.stored(request.tokens) == [0, 1, 2]
+        model_there.run([model_there.schedule(request, min(size, 96 - request.num_computed))])
+    assert model_there.stored(request.tokens) == [0, 1, 2]
 
 
-def test_a_prefix_that_was_cached_is_a_hole(model):
+def test_a_prefix_that_was_cached_is_a_hole(model_there):
     """B85: what comes after it is stored and found behind it; the hole is told, and is nothing, not zeros."""
-    request = model.prefill("a", 128, num_cached=48)
-    assert [hole[:] for hole in model.adapter.collector.take_holes()] == [
-        ("a", 0, Reason.NOT_COMPUTED),
-        ("a", 1, Reason.NOT_COMPUTED),
-    ]
-    assert model.stored(request.tokens) == [2, 3]
+    request = model_there.prefill("a", 128, num_cached=48)
+    assert model_there.holes == [("a", 0, Reason.NOT_COMPUTED), ("a", 1, Reason.NOT_COMPUTED)]
+    assert model_there.stored(request.tokens) == [2, 3]
 
 
-def test_chunks_that_are_there_are_not_copied_again(model):
+def test_chunks_that_are_there_are_not_copied_again(model_there):
     """B101: two requests of one prompt store it once."""
-    model.prefill("a", 64)
-    model.prefill("b", 64)
-    assert (model.adapter.counters.num_stored, model.adapter.counters.num_present) == (2, 2)
+    model_there.prefill("a", 64)
+    model_there.settle()
+    model_there.prefill("b", 64)
+    model_there.settle()
+    assert (model_there.adapter.counters.num_stored, model_there.adapter.counters.num_present) == (2, 2)
 
 
 def test_what_is_captured_counts_to_the_share_of_queries(model):
@@ -263,16 +281,29 @@ def test_the_tail_of_a_request_that_ends_is_stored_if_asked(model):
     model.client.release(located.lease_id)
 
 
+def test_holes_are_kept_for_no_longer_than_a_step(model, caplog):
+    """B411: an engine whose prompts are mostly hits runs for months; each hole is told at the level of debug."""
+    with caplog.at_level("DEBUG", "qkvault.capture"):
+        for number in range(20):
+            model.prefill(f"{number}", 128, num_cached=96, first=200 * number)
+            assert model.adapter.collector._holes == []
+            model.scheduler.end(model.scheduler.requests[f"{number}"])
+    assert len(model.holes) == 60
+    assert caplog.text.count("query_hole") == 60
+    assert "query_hole request=19 chunk=2 reason=not_computed" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 # What goes wrong
 
 
-def test_a_layer_without_a_query_voids_the_step(model):
+def test_a_layer_without_a_query_voids_the_step(model_there):
     """B83, B115: nothing of a step that lacks a layer is stored; the next one is."""
-    a, b = (model.add(name, list(range(at, at + 64))) for at, name in ((0, "a"), (500, "b")))
-    model.run([model.schedule(a, 64)], missing=[1])
-    model.run([model.schedule(b, 64)])
-    assert (model.stored(a.tokens), model.stored(b.tokens)) == ([], [0, 1])
-    assert model.adapter.counters.dropped[Reason.LAYER_MISSING] == 2
+    a, b = (model_there.add(name, list(range(at, at + 64))) for at, name in ((0, "a"), (500, "b")))
+    model_there.run([model_there.schedule(a, 64)], missing=[1])
+    model_there.run([model_there.schedule(b, 64)])
+    assert (model_there.stored(a.tokens), model_there.stored(b.tokens)) == ([], [0, 1])
+    assert model_there.adapter.counters.dropped[Reason.LAYER_MISSING] == 2
 
 
 @pytest.mark.parametrize("spoil", ["no query", "no mapping", "width", "twice", "rows"])
@@ -291,17 +322,17 @@ def test_a_layer_that_is_not_as_it_should_be_voids_the_step(model, spoil):
     assert model.capture.num_faults == (spoil in ("width", "twice"))
 
 
-def test_padded_rows_and_short_mappings_are_no_matter(model):
+def test_padded_rows_and_short_mappings_are_no_matter(model_there):
     """B91: rows behind the slot mapping are dropped."""
-    request = model.add("a", list(range(64)))
-    steps = [model.schedule(request, 64)]
-    queries, mapping = model.rows_of(steps)
-    model.capture.start_step(steps)
-    for number, name in enumerate(model.names):
-        padded = torch.cat([queries[number], torch.ones(5, 6, 4, dtype=torch.bfloat16)])
-        model.capture.save_q_layer(name, padded, mapping)
-    model.capture.batched_submit_qstore_requests()
-    assert model.stored(request.tokens) == [0, 1]
+    request = model_there.add("a", list(range(64)))
+    steps = [model_there.schedule(request, 64)]
+    queries, mapping = model_there.rows_of(steps)
+    model_there.capture.start_step(steps)
+    for number, name in enumerate(model_there.names):
+        padded = torch.cat([queries[number], torch.ones(5, 6, 4, dtype=torch.bfloat16, device=queries.device)])
+        model_there.capture.save_q_layer(name, padded, mapping)
+    model_there.capture.batched_submit_qstore_requests()
+    assert model_there.stored(request.tokens) == [0, 1]
 
 
 def test_other_layers_and_idle_steps_are_no_work(model):
@@ -316,6 +347,41 @@ def test_other_layers_and_idle_steps_are_no_work(model):
     assert model.capture.is_capturing
     model.capture.save_q_layer("draft.attn", torch.ones(1), torch.zeros(1))
     assert model.capture.num_faults == 0
+
+
+def test_chunks_that_are_skipped_are_told_with_a_warning(model, caplog):
+    """B89, B412: also where nobody looks at metrics; what the minute holds back is told at the end."""
+    for number in range(3):
+        model.run(
+            [model.schedule(model.add(f"{number}", list(range(100 * number, 100 * number + 64))), 64)], missing=[1]
+        )
+    model.capture.shutdown()
+    told = [record.getMessage() for record in caplog.records if "query_chunks_dropped" in record.getMessage()]
+    assert [" ".join(line.split()[:3]) for line in told] == [
+        "query_chunks_dropped reason=layer_missing chunks=2",
+        "query_chunks_dropped reason=layer_missing chunks=4",
+    ]
+    assert all("todo=" in line for line in told)
+
+
+def test_an_engine_that_shows_nothing_is_told_once(model, caplog):
+    """B413: five steps in a row that should have shown a query, and never again; a step that shows one begins anew."""
+
+    def run(count, missing):
+        for _ in range(count):
+            name = f"{len(model.prefixes)}"
+            request = model.add(name, list(range(1000 * len(model.prefixes), 1000 * len(model.prefixes) + 32)))
+            model.run([model.schedule(request, 32)], missing=missing)
+            model.scheduler.end(request)
+
+    run(4, [0, 1, 2])
+    run(1, [1, 2])
+    run(4, [0, 1, 2])
+    assert "queries_not_seen" not in caplog.text
+    run(12, [0, 1, 2])
+    run(1, [])
+    run(12, [0, 1, 2])
+    assert caplog.text.count("queries_not_seen steps=5") == 1
 
 
 def test_a_step_that_was_never_submitted_is_void(model):
@@ -372,6 +438,31 @@ def test_a_copy_that_fails_gives_its_blocks_back(model, monkeypatch):
     assert model.adapter.ring.num_free_blocks() == 64
     assert model.adapter.counters.dropped[Reason.NOT_STORED] == 2
     assert model.stored(request.tokens) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no copy"), Unavailable("gone")], ids=["copy", "store"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["host", "device"])
+def test_a_part_that_fails_leaves_those_before_it(new_scheduler, error, is_late):
+    """B410: of four chunks in parts two were on their way when the third failed: each is counted once."""
+    with Model(new_scheduler, is_late=is_late) as model:
+        model.prefill("x", 32, first=900)  # opens the session
+        model.adapter._transfer._num_in_part = 1
+        copy, copies = model.device.batched_from_gpu, []
+
+        def fail_at_the_third(runs):
+            copies.append(len(runs))
+            if len(copies) == 3:
+                raise error
+            return copy(runs)
+
+        model.device.batched_from_gpu = fail_at_the_third
+        request, counters = model.prefill("a", 128), model.adapter.counters
+        model.capture.reclaim()
+        is_lost = is_late and isinstance(error, Unavailable)  # with the session goes what a device has not finished
+        num_stored = len(model.stored(request.tokens))
+        assert num_stored == (0 if is_lost else 2)
+        assert (counters.num_stored, counters.dropped[Reason.NOT_STORED]) == (1 + num_stored, 4 - num_stored)
+        assert counters.num_captured == 5
 
 
 def test_blocks_are_not_given_away_while_a_copy_reads_them(late):
@@ -448,7 +539,7 @@ def test_whatever_is_stored_is_right(new_scheduler, seed, num_ring_blocks, is_la
                 live.remove(request)
         model.device.is_done = True
         model.capture.reclaim()
-        holes = {(int(hole.request_id[1:]), hole.chunk) for hole in model.adapter.collector.take_holes()}
+        holes = {(int(hole.request_id[1:]), hole.chunk) for hole in model.holes}
         stored = {(at, chunk) for at, tokens in enumerate(prompts) for chunk in model.stored(tokens)}
         whole = {(at, chunk) for at, tokens in enumerate(prompts) for chunk in range(len(tokens) // CHUNK)}
         assert whole - holes <= stored
@@ -499,7 +590,7 @@ def test_a_feature_captures_what_an_engine_passes(model, name):
         dispatcher.save_kv_layer(layer, {"other": mapping, name: queries[number]}, mapping)
     dispatcher.wait_for_save()
     dispatcher.reclaim()
-    dispatcher.reregister()
+    dispatcher.reregister([TRANSFER_QUERY])
     dispatcher.shutdown()
     assert model.stored(request.tokens) == [0, 1]
     assert not dispatcher.num_faults
@@ -536,7 +627,7 @@ def test_without_queries_nothing_is_captured_and_nothing_raises(model):
             dispatcher.save_kv_layer(layer, {}, None)
         dispatcher.wait_for_save()
         dispatcher.reclaim()
-        dispatcher.reregister()
+        dispatcher.reregister([])
         dispatcher.shutdown()
         assert not dispatcher.num_faults
     assert model.stored(list(range(64))) == []
@@ -546,11 +637,11 @@ def test_a_fault_of_a_feature_is_counted_and_reaches_nobody():
     """B112: each feature's hooks run, whatever another one does."""
     reached = []
     hooks = {
-        "start_step": ([],), "save_kv_layer": ("l", {}, None), "wait_for_save": (), "reclaim": (), "reregister": (),
+        "start_step": ([],), "save_kv_layer": ("l", {}, None), "wait_for_save": (), "reclaim": (), "reregister": ([],),
         "shutdown": (),
     }  # fmt: skip
     bad = SimpleNamespace()
-    good = SimpleNamespace(**{hook: lambda *args, hook=hook: reached.append(hook) for hook in hooks})
+    good = SimpleNamespace(**{hook: lambda *args, hook=hook, **options: reached.append(hook) for hook in hooks})
     dispatcher = Dispatcher({"bad": bad, "good": good})
     for hook, args in hooks.items():
         getattr(dispatcher, hook)(*args)

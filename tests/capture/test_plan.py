@@ -28,16 +28,18 @@ def test_rows_are_matched_as_by_sorting(data, dtype, match_by_sorting, wanted_of
         assert torch.equal(matched.is_found, is_found)
 
 
-def test_a_match_does_not_wait_for_a_device(wanted_of, no_wait):
-    """B118: the answer is on the device, when the device gets there."""
-    table = SlotTable(NUM_SLOTS)
+def test_a_match_does_not_wait_for_a_device(wanted_of, no_wait, device):
+    """B118, B422: the answer is on the device, when the device gets there."""
+    table = SlotTable(NUM_SLOTS, device=device)
+    mapping = torch.tensor([9, 3, -1], device=device)
     with no_wait:
-        table.match(torch.tensor([9, 3, -1]), wanted_of([(17, 0), (9, 1)]))
+        table.match(mapping, wanted_of([(17, 0), (9, 1)]))
 
 
-def test_a_row_belongs_to_the_token_whose_slot_it_writes(wanted_of):
+def test_a_row_belongs_to_the_token_whose_slot_it_writes(wanted_of, device):
     """B86: the order of the rows, and of the tokens, says nothing."""
-    matched = SlotTable(NUM_SLOTS).match(torch.tensor([9, 3, 17]), wanted_of([(17, 0), (9, 1)]))
+    table = SlotTable(NUM_SLOTS, device=device)
+    matched = table.match(torch.tensor([9, 3, 17], device=device), wanted_of([(17, 0), (9, 1)]))
     assert matched.ring_slots.tolist() == [1, -1, 0]
     assert matched.is_found.tolist() == [True, True]
 

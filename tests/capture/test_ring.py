@@ -22,6 +22,11 @@ def ring() -> QRingBuffer:
     return QRingBuffer(*SIZES.values(), torch.float32)
 
 
+@pytest.fixture
+def ring_there(device) -> QRingBuffer:
+    return QRingBuffer(*SIZES.values(), torch.float32, device=device)
+
+
 def layer_of(ring: QRingBuffer, at: int) -> torch.Tensor:
     return ring.tensors[f"qkvault_q_layer_{at}"]
 
@@ -34,20 +39,22 @@ def test_a_ring_is_a_tensor_of_blocks_for_each_layer(ring):
 
 
 @pytest.mark.parametrize("order", ["LBNHPD", "LBNPHD"])
-def test_the_copies_of_kv_move_a_ring(ring, order):
+def test_the_copies_of_kv_move_a_ring(ring_there, order):
     """B63, B66: as a query, one part of all heads, its blocks are gathered into a payload by the same connector."""
     layout = ChunkLayout(
         kind=CacheKind.QUERY, num_layers=2, num_heads=2, head_size=3, num_parts=1, dtype="float32", block_size=4,
         chunk_size=8, order=order,
     )  # fmt: skip
     for at in range(2):
-        layer_of(ring, at).copy_(torch.arange(72.0).view(3, 4, 6) + 100 * at)
+        layer_of(ring_there, at).copy_(torch.arange(72.0).view(3, 4, 6) + 100 * at)
     for is_device in (False, True):
-        paged = PagedConnector(list(ring.tensors.values()), layout, force_device_path=is_device)
+        paged = PagedConnector(list(ring_there.tensors.values()), layout, force_device_path=is_device)
         payload = bytearray(layout.payload_bytes(8))
-        paged.batched_from_gpu([PageRun(memoryview(payload), 2, 0, [2, 0])])
+        copied = paged.batched_from_gpu([PageRun(memoryview(payload), 2, 0, [2, 0])])
+        if copied is not None:
+            copied.synchronize()
         got = torch.frombuffer(payload, dtype=torch.float32).view(2, 2, 4, 6)
-        assert torch.equal(got, torch.stack([layer_of(ring, at)[[2, 0]] for at in range(2)]))
+        assert torch.equal(got, torch.stack([layer_of(ring_there, at)[[2, 0]] for at in range(2)]).cpu())
 
 
 def test_a_ring_of_another_geometry_is_not_moved(ring):
@@ -137,14 +144,14 @@ def test_freeing_twice_warns(ring, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
-def test_rows_land_in_their_slots(dtype, query_dtype):
+def test_rows_land_in_their_slots(dtype, query_dtype, device):
     """B73, B74: each row with a slot is there, in the ring's dtype; those with -1 are nowhere."""
-    ring = QRingBuffer(2, 3, 4, 6, dtype)
+    ring = QRingBuffer(2, 3, 4, 6, dtype, device=device)
     for tensor in ring.tensors.values():
         tensor.fill_(-7)
-    packed = torch.randn(5, 3, 2, 3).to(query_dtype)
+    packed = torch.randn(5, 3, 2, 3, device=device).to(query_dtype)
     query = packed[:, 1]  # as when q, k and v come out of one product
-    ring.scatter(1, query, torch.tensor([3, -1, 11, 4, -1]))
+    ring.scatter(1, query, torch.tensor([3, -1, 11, 4, -1], device=device))
     rows = layer_of(ring, 1).view(12, 6)
     for at, slot in ((0, 3), (2, 11), (3, 4)):
         assert torch.equal(rows[slot], query[at].reshape(6).to(dtype))
@@ -153,9 +160,9 @@ def test_rows_land_in_their_slots(dtype, query_dtype):
     assert (layer_of(ring, 0) == -7).all()
 
 
-def test_no_rows_are_no_work(ring):
+def test_no_rows_are_no_work(ring_there, device):
     """B73: a step without rows is one."""
-    ring.scatter(0, torch.zeros(0, 2, 3), torch.zeros(0, dtype=torch.int64))
+    ring_there.scatter(0, torch.zeros(0, 2, 3, device=device), torch.zeros(0, dtype=torch.int64, device=device))
 
 
 @pytest.mark.parametrize(
@@ -170,11 +177,12 @@ def test_rows_of_another_width_are_refused(ring, layer, shape, num_slots):
     assert all(torch.equal(before[name].nan_to_num(), tensor.nan_to_num()) for name, tensor in ring.tensors.items())
 
 
-def test_a_scatter_does_not_wait_for_a_device(ring, no_wait):
+def test_a_scatter_does_not_wait_for_a_device(ring_there, device, no_wait):
     """B73, B118: no number is asked for, and no rows are picked by a mask."""
-    ring._arrays = []  # as on other devices than a CPU
+    ring_there._arrays = []  # as on other devices than a CPU
+    rows, slots = torch.randn(5, 6, device=device), torch.tensor([3, -1, 11, 4, -1], device=device)
     with no_wait:
-        ring.scatter(0, torch.randn(5, 6), torch.tensor([3, -1, 11, 4, -1]))
+        ring_there.scatter(0, rows, slots)
     with pytest.raises(AssertionError), no_wait:
         torch.ones(3).sum().item()
     with pytest.raises(AssertionError), no_wait:

@@ -127,6 +127,34 @@ def test_a_copy_that_fails_over_a_store_that_is_gone_tells_of_the_copy(cache, ma
         site.store(make_tokens(2 * CHUNK))
 
 
+def test_a_store_that_goes_between_two_parts_of_a_save_has_the_first(severed, make_tokens):
+    """B410: what was stored counts as stored, in the result and in the numbers; the rest has failed."""
+    severed.engine._transfer._num_in_part = 1
+    cut_after(severed, 4)  # reserve and commit of two chunks
+    result = severed.store(make_tokens(4 * CHUNK))
+    assert (result.stored_tokens, result.failed_tokens) == (2 * CHUNK, 2 * CHUNK)
+    assert {name: n for name, n in severed.engine.stats.snapshot().chunks.items() if n} == {"stored": 2, "failed": 2}
+
+
+def test_a_copy_that_fails_in_a_later_part_leaves_the_first(cache, make_site, make_tokens, hooked):
+    """B410: the error is passed on, and the numbers tell of what was stored before it."""
+    site = make_site(cache, make_paged=hooked)
+    site.engine._transfer._num_in_part = 1
+    copies = []
+
+    def fail() -> None:
+        copies.append(1)
+        if len(copies) == 3:
+            raise RuntimeError
+
+    site.paged.midway = fail
+    with pytest.raises(RuntimeError):
+        site.store(make_tokens(4 * CHUNK))
+    stats = site.engine.stats.snapshot()
+    assert {name: n for name, n in stats.chunks.items() if n} == {"stored": 2, "failed": 2}
+    assert stats.stored_tokens == 2 * CHUNK
+
+
 def test_an_engine_over_a_socket_does_the_same(cache, make_site, make_tokens, tmp_path):
     """Another process's store serves an engine like one of this process; when it stops, everything is a miss."""
     address = f"unix://{tmp_path}/store.sock"

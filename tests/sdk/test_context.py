@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from qkvault import embedded
+from qkvault import embedded, sdk
 from qkvault.config import Config
 from qkvault.engine import CacheEngine, EngineMetadata
 from qkvault.errors import ConfigError, LayoutMismatch
@@ -42,6 +42,16 @@ class TestRoundTrip:
         with connect(place, spaces=make_spaces()) as first:
             first.store(parts, TOKENS[:192])
         assert equal(open_context(place).retrieve(TOKENS), parts)
+
+    def test_a_kind_can_be_given_by_its_name(self, here, open_context, make_spaces, make_parts):
+        """B421: as can that of tensors; one that there is not is refused with those that there are."""
+        with connect(here, kind="query", spaces=make_spaces(kind=CacheKind.QUERY, heads=6)) as q:
+            assert q.kind is sdk.CacheKind.QUERY
+            q.store(CacheTensors.of("query", make_parts(64, heads=6, parts=1)), TOKENS[:64])
+            assert q.retrieve(TOKENS).num_tokens == 64
+        for refused in (lambda: connect(here, kind="queries"), lambda: CacheTensors.of("queries", make_parts(64))):
+            with pytest.raises(ValueError, match="'queries' is no kind of tensor: one of kv, query"):
+                refused()
 
     def test_queries_are_a_kind_of_their_own(self, here, open_context, make_spaces, make_parts):
         """B106, B108, B109, B310: under the same tokens, under the name that users of LMCache know, and in a share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 
 from qkvault.keys import RequestIdentity
 from qkvault.sdk import CacheTensors
+from qkvault.sdk import edit as editing
 from qkvault.sdk.edit import Rope, drop_tokens, modify, moved_up
 from qkvault.types import CacheKind
 
@@ -100,6 +102,42 @@ def test_what_is_not_understood_is_refused_by_name(config, named):
     """B302."""
     with pytest.raises(ValueError, match=f"{named}.* is not understood|{named} is not understood"):
         Rope.of({**PLAIN, **config})
+
+
+FIELDS = {"head_dim": 16, "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
+
+
+@pytest.mark.parametrize("left_out", FIELDS)
+@pytest.mark.parametrize("model_type", sorted(editing._MODEL_TYPES))
+def test_what_a_config_leaves_out_is_what_the_models_class_takes(model_type, left_out):
+    """B420: or it is refused by name; never a number that others take."""
+    transformers = pytest.importorskip("transformers")
+    said = {name: value for name, value in FIELDS.items() if name != left_out}
+    config = transformers.AutoConfig.for_model(model_type, hidden_size=64, num_attention_heads=4, **said)
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    (rotary,) = [value for name, value in vars(module).items() if name.endswith("RotaryEmbedding")]
+    true = rotary(config).inv_freq
+    told = {**PLAIN, "model_type": model_type, **said}
+    if left_out == editing._OTHERWISE.get(model_type):
+        with pytest.raises(ValueError, match=f"a {model_type} without {left_out} is not understood"):
+            Rope.of(told)
+    else:
+        assert torch.equal(Rope.of(told).frequencies, true)
+
+
+def test_keys_of_other_heads_are_refused():
+    """B420: what is turned covers the head, unless the config says that a part is."""
+    rope = Rope.of(PLAIN)
+    for size in (8, 32):
+        with pytest.raises(ValueError, match="heads of 16, 16 turned"):
+            rope.shift(torch.zeros(1, 5, 2, size), range(5), range(5))
+    part = Rope.of({**PLAIN, "partial_rotary_factor": 0.5})
+    with pytest.raises(ValueError, match="heads of 16, 8 turned"):
+        part.shift(torch.zeros(1, 5, 2, 32), range(5), range(5))
+    assert part.shift(torch.zeros(1, 5, 2, 16), range(5), range(5)).shape[-1] == 16
+    for bare in (Rope(torch.ones(4)), Rope(torch.ones(4), 6)):
+        with pytest.raises(ValueError, match="8 turned"):
+            bare.shift(torch.zeros(1, 5, 2, 6), range(5), range(5))
 
 
 class TestEdits:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from qkvault.capture.drops import DropLog
 from qkvault.capture.ring import QRingBuffer
 from qkvault.capture.rows import CaptureCounters, Collector, Reason, Whole
 from qkvault.errors import InvariantError, LayoutMismatch, ProtocolError, Unavailable
@@ -69,7 +70,7 @@ class _Lent(NamedTuple):
 class QRingBufferAdapter:
     """A ring, the rows that are collected in it, and its session with the store. Owned by the model's thread.
 
-    Nothing raises for the store's sake: what cannot be stored is dropped and counted.
+    Nothing raises for the store's sake: what cannot be stored is dropped, counted, and told in the log.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class QRingBufferAdapter:
         self.layout = layout
         self.space = space
         self.counters = CaptureCounters()
+        self._drops = DropLog(self.counters)
         self.paged = paged or PagedConnector(list(ring.tensors.values()), layout)
         self.collector = Collector(
             ring,
@@ -118,6 +120,7 @@ class QRingBufferAdapter:
         if wholes:
             self._save(wholes)
             self.reclaim()
+        self._drops.tell(self.collector.take_holes())
 
     def reclaim(self) -> None:
         """Commit what a device has copied, and free its ring blocks, without waiting (row 96)."""
@@ -137,15 +140,18 @@ class QRingBufferAdapter:
 
     def shutdown(self) -> None:
         """Finish the copies that were begun, end the session, free all blocks (row 98). Idempotent."""
-        self.collector.clear()
         try:
+            self.collector.clear()
             if self._transfer is not None:
                 self._transfer.wait()
         except Exception as error:  # thread top: what is not committed is a later miss
             self._lost(error)
-        self._abandon()
-        self._free_ended()
-        self._link.close()
+        try:
+            self._abandon()
+            self._free_ended()
+            self._drops.tell(self.collector.take_holes(), is_end=True)
+        finally:
+            self._link.close()
 
     def check(self) -> None:
         """Raise InvariantError unless every block of the ring is free, collected in, or read by a copy: once."""
@@ -158,17 +164,18 @@ class QRingBufferAdapter:
 
     def _save(self, wholes: Sequence[Whole]) -> None:
         block_ids = tuple(block_id for whole in wholes for block_id in whole.ring_block_ids)
-        transfer = self._transfer
+        transfer, num_left = self._transfer, len(wholes)
         try:
             transfer = self._session()
-            report = transfer.save([self._own(whole) for whole in wholes])
+            for report in transfer.save_parts([self._own(whole) for whole in wholes]):
+                self._count(report)
+                num_left -= len(report.outcomes)
         except Exception as error:  # thread top: what is not stored is a later miss
-            self.counters.dropped[Reason.NOT_STORED] += len(wholes)
+            self.counters.dropped[Reason.NOT_STORED] += num_left
             self._lend(transfer, block_ids)
             self._lost(error)
             return
         self._lend(transfer, block_ids)
-        self._count(report)
 
     def _count(self, report: SaveReport) -> None:
         outcomes = Counter(report.outcomes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -47,7 +48,8 @@ class EngineContext(NamedTuple):
 class Feature(Protocol):
     """One thing that is done beside KV. ``register`` may refuse; what the others raise ends in the dispatcher.
 
-    While it is not capturing, ``save_kv_layer`` need not be called. ``numbers`` are for metrics.
+    ``reregister`` comes with each new session of KV, and what its store takes. While the feature is not capturing,
+    ``save_kv_layer`` need not be called. ``numbers`` are for metrics.
     """
 
     @property
@@ -60,7 +62,7 @@ class Feature(Protocol):
     ) -> None: ...
     def wait_for_save(self) -> None: ...
     def reclaim(self) -> None: ...
-    def reregister(self) -> None: ...
+    def reregister(self, advertised: Collection[str]) -> None: ...
     def shutdown(self) -> None: ...
 
 
@@ -69,6 +71,7 @@ class QTensorFeature:
 
     def __init__(self) -> None:
         self.capture: QRingBufferCapture | None = None  # None: not registered, or another rank stores
+        self._is_wanted = True
 
     @property
     def is_capturing(self) -> bool:
@@ -125,7 +128,7 @@ class QTensorFeature:
         if self.capture is not None:
             for request_id in dropped:
                 self.capture.drop(request_id)
-            self.capture.start_step(steps)
+            self.capture.start_step(steps if self._is_wanted else ())
 
     def save_kv_layer(
         self, layer_name: str, tensors: Mapping[str, torch.Tensor], slot_mapping: torch.Tensor | None
@@ -145,10 +148,19 @@ class QTensorFeature:
         if self.capture is not None:
             self.capture.reclaim()
 
-    def reregister(self) -> None:
-        """The server came back."""
-        if self.capture is not None:
+    def reregister(self, advertised: Collection[str]) -> None:
+        """The server came back. While it takes no queries none are captured."""
+        if self.capture is None:
+            return
+        if is_wanted := TRANSFER_QUERY in advertised:
             self.capture.adapter.reregister()
+        if is_wanted != self._is_wanted:
+            self._is_wanted = is_wanted
+            if is_wanted:
+                _log.info("queries_wanted_again")
+            else:
+                self.capture.give_up()
+                _log.warning("queries_not_wanted", todo="give the store a share for them: query_bytes")
 
     def shutdown(self) -> None:
         """End the session; the ring goes with the feature."""
@@ -165,7 +177,7 @@ class Dispatcher:
     def __init__(self, features: Mapping[str, Feature]) -> None:
         """``features`` by name."""
         self.features = dict(features)
-        self.num_faults: Counter[str] = Counter()  # by feature and hook, with a dot between them
+        self.num_faults: Counter[str] = Counter()  # by feature and hook, with a dot between them; or by ``guarded``
 
     @property
     def is_capturing(self) -> bool:
@@ -173,8 +185,11 @@ class Dispatcher:
         return any(feature.is_capturing for feature in self.features.values())
 
     def numbers(self) -> Numbers:
-        """Those of all features."""
-        return {name: values for feature in self.features.values() for name, values in feature.numbers().items()}
+        """Those of all features. Faults of all hooks are among them."""
+        numbers = {name: values for feature in self.features.values() for name, values in feature.numbers().items()}
+        if "faults" in numbers:
+            numbers["faults"] = {(): numbers["faults"][()] + self.num_faults.total()}
+        return numbers
 
     def register(self, engine: EngineContext) -> None:
         """At start, after the KV pages (row 114). Raises what a feature raises: it cannot work with this engine."""
@@ -199,9 +214,9 @@ class Dispatcher:
         """Between steps."""
         self._each("reclaim", lambda feature: feature.reclaim())
 
-    def reregister(self) -> None:
-        """The server came back."""
-        self._each("reregister", lambda feature: feature.reregister())
+    def reregister(self, advertised: Collection[str]) -> None:
+        """The server came back, or is another one; ``advertised`` is what it takes."""
+        self._each("reregister", lambda feature: feature.reregister(advertised))
 
     def shutdown(self) -> None:
         """The engine ends."""
@@ -209,11 +224,15 @@ class Dispatcher:
 
     def _each(self, hook: str, call: Callable[[Feature], None]) -> None:
         for name, feature in self.features.items():
-            try:
-                call(feature)
-            except Exception as error:  # thread top: no fault of a feature may reach the engine, or another feature
-                self.num_faults[f"{name}.{hook}"] += 1
-                _log.warning("feature_failed", feature=name, hook=hook, error=f"{type(error).__name__}: {error}")
+            self.guarded(f"{name}.{hook}", partial(call, feature))
+
+    def guarded(self, hook: str, call: Callable[[], None]) -> None:
+        """Also for whoever stands between an engine and this: what ``call`` raises is logged and counted, no more."""
+        try:
+            call()
+        except Exception as error:  # thread top: no fault of a feature may reach the engine, or another feature
+            self.num_faults[hook] += 1
+            _log.warning("feature_failed", hook=hook, error=f"{type(error).__name__}: {error}")
 
 
 def init_dispatcher(requested: Sequence[str], advertised: Collection[str]) -> Dispatcher:

@@ -63,7 +63,10 @@ class SlotTable:
         if num_wanted and not 0 <= columns[0, :-1].min() <= columns[0, :-1].max() < self.num_slots:
             msg = f"a token's KV slot is not one of {self.num_slots} slots"
             raise ValueError(msg)
-        pairs = torch.from_numpy(columns).to(self._tokens.device, non_blocking=True)
+        pairs = torch.from_numpy(columns)
+        if self._tokens.is_cuda:
+            pairs = pairs.pin_memory()  # else the host waits for the copy, and so for all that is before it
+        pairs = pairs.to(self._tokens.device, non_blocking=True)
         kv_slots, ring_slots = pairs[0, :num_wanted], pairs[1]
         rows = slot_mapping.to(torch.int64).clamp(-1, self.num_slots)
         try:

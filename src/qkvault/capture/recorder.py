@@ -18,6 +18,8 @@ from qkvault.capture.rows import StepCapture
 from qkvault.errors import InvariantError
 from qkvault.logs import RateLimited, get_logger
 
+_UNSEEN_STEPS: Final = 5
+_UNSEEN_TODO: Final = "the engine does not show its attention layers: use --enforce-eager, or report vLLM's version"
 _log: Final = RateLimited(get_logger("capture"))
 
 
@@ -54,6 +56,7 @@ class QRingBufferCapture:
         self._step: StepCapture | None = None  # None: nothing is captured now
         self._mappings: dict[tuple[int, int], _Mapping] = {}  # by address and rows: most often one for all layers
         self._seen: set[str] = set()
+        self._num_unseen = 0  # steps in a row that should have shown queries, and showed none
         self._ran: deque[_Ran] = deque()  # not verified yet, oldest first
 
     @property
@@ -73,8 +76,7 @@ class QRingBufferCapture:
                 self._step = capture
         except Exception as error:  # thread top: the engine goes on; what was begun is void
             self._fault(error)
-            self._step = None
-            self.adapter.collector.clear()
+            self.give_up()
 
     def drop(self, request_id: str) -> None:
         """A request was preempted or aborted."""
@@ -102,18 +104,25 @@ class QRingBufferCapture:
         """The step has run: store the chunks that are whole by now (row 84). Nothing waits for a device."""
         try:
             if self._step is not None:
+                self._watch()
                 self._finish(self._is_found() if len(self._seen) == len(self._layer_numbers) else None)
             self._verify()
             self.adapter.submit()
         except Exception as error:  # thread top: the engine goes on; chunks that are lost are missing, no more
             self._fault(error)
-            self._forget()
+            self.give_up()
 
     def reclaim(self) -> None:
         """See which steps and copies a device has done with, and go on with their chunks."""
         if self._step is None:
             self.batched_submit_qstore_requests()
         self.adapter.reclaim()
+
+    def give_up(self) -> None:
+        """Forget what has been captured and is not handed over. Requests that go on are captured anew."""
+        self._step = None
+        self._ran.clear()
+        self.adapter.collector.clear()
 
     def shutdown(self) -> None:
         """Store what is whole once the device is done, then free everything and end the session. Idempotent."""
@@ -129,6 +138,12 @@ class QRingBufferCapture:
             self._fault(error)
         self._ran.clear()
         self.adapter.shutdown()
+
+    def _watch(self) -> None:
+        if self._num_unseen < _UNSEEN_STEPS:  # else it has been said
+            self._num_unseen = 0 if self._seen else self._num_unseen + 1
+            if self._num_unseen == _UNSEEN_STEPS:
+                _log.warning("queries_not_seen", steps=_UNSEEN_STEPS, todo=_UNSEEN_TODO)
 
     def _match(self, step: StepCapture, layer_name: str, slot_mapping: torch.Tensor) -> torch.Tensor:
         if layer_name in self._seen:
@@ -161,11 +176,6 @@ class QRingBufferCapture:
         while self._ran and (self._ran[0].copied is None or self._ran[0].copied.query()):
             ran = self._ran.popleft()
             self.adapter.collector.verify(ran.capture, None if ran.is_found is None else ran.is_found.tolist())
-
-    def _forget(self) -> None:
-        self._step = None
-        self._ran.clear()
-        self.adapter.collector.clear()
 
     def _fault(self, error: Exception) -> None:
         self.num_faults += 1

@@ -195,7 +195,7 @@ class Collector:
             self._drop(chunk, Reason.ENDED)
         for whole in self.take_whole():
             self._ring.free(whole.ring_block_ids)
-            self._counters.dropped[Reason.ENDED] += 1
+            self._counters.dropped[Reason.NOT_STORED] += 1
 
     def take_whole(self) -> list[Whole]:
         """Chunks that have become whole since the last call, the heads of each request first."""

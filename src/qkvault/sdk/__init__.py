@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from qkvault.sdk.context import Context, connect
 from qkvault.sdk.tensors import CacheTensors, Span, Written
+from qkvault.types import CacheKind
 
-__all__ = ["CacheTensors", "Context", "Span", "Written", "connect"]
+__all__ = ["CacheKind", "CacheTensors", "Context", "Span", "Written", "connect"]

@@ -44,7 +44,7 @@ _WAITS: Final = "busy"
 def connect(
     where: str | Config | None = None,
     *,
-    kind: CacheKind = CacheKind.KV,
+    kind: CacheKind | str = CacheKind.KV,
     model: str | None = None,
     fields: Mapping[str, object] | None = None,
     spaces: Sequence[SpaceDescription] = (),
@@ -53,8 +53,10 @@ def connect(
 
     The model is the only one that the store has been told of, or is chosen by its name, and by ``fields`` of its
     KeySpace where a name is not enough. ``spaces`` tells the store of one that it does not know: one space a rank.
-    Raises ConfigError if no single model fits, LayoutMismatch if its pages cannot be seen into, and as ``open_client``.
+    Raises ValueError for a kind that there is not, ConfigError if no single model fits, LayoutMismatch if its pages
+    cannot be seen into, and as ``open_client``.
     """
+    kind = CacheKind(kind)
     config = where if isinstance(where, Config) else load(cli={"address": where}).config
     if isinstance(where, Config) and config.address is None:
         store = embedded.acquire(config)

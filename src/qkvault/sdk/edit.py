@@ -29,6 +29,9 @@ _ROPE_FIELDS: Final = frozenset(
     "factor high_freq_factor low_freq_factor original_max_position_embeddings partial_rotary_factor rope_theta "
     "rope_type type".split()
 )
+# What the class of a model takes otherwise than most where its config says nothing.
+_PECULIAR: Final = "gemma head_dim gemma2 head_dim mixtral rope_theta phi partial_rotary_factor qwen3 head_dim".split()
+_OTHERWISE: Final = dict(zip(_PECULIAR[::2], _PECULIAR[1::2], strict=True))
 _STRANGE: Final = ("no_rope_layers", "no_rope_layer_interval", "rope_interleave", "rope_local_base_freq")
 
 
@@ -37,36 +40,42 @@ class Rope:
     """How a model turns its keys by position. Immutable."""
 
     frequencies: torch.Tensor  # float32 [rotary_size / 2], radians a token, rounded as the model rounds them
+    head_size: int | None = None  # None: a head is turned as a whole
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> Rope:
         """That of a model's ``config.json``: default, linear or llama3. Raises ValueError for what is not understood.
 
-        Both spellings are read: ``rope_scaling`` with ``rope_theta`` beside it, and ``rope_parameters``.
+        Both spellings are read: ``rope_scaling`` with ``rope_theta`` beside it, and ``rope_parameters``. What a config
+        leaves out is what most classes of models take then; for a model whose class takes another, it is refused.
         """
         scaling = _scaling_of(config)
-        values = {**config, **scaling}
+        values = {**config, **{name: value for name, value in scaling.items() if value is not None}}
+        if values.get(name := _OTHERWISE.get(str(config["model_type"]), "model_type")) is None:
+            _refuse(f"a {config['model_type']} without {name}")
         if values.get("head_dim") is None:
             values["head_dim"] = _number(values, "hidden_size") // _number(values, "num_attention_heads")
-        size = int(_number(values, "head_dim") * _number(values, "partial_rotary_factor", 1.0))
+        head_size = int(_number(values, "head_dim"))
+        size = int(head_size * _number(values, "partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         frequencies = 1.0 / (_number(values, "rope_theta", 10_000.0) ** exponents)
         if scaling["rope_type"] == "linear":
             frequencies = frequencies / _number(values, "factor")
         elif scaling["rope_type"] == "llama3":
             frequencies = _llama3(frequencies, values)
-        return cls(frequencies)
+        return cls(frequencies, head_size)
 
     def shift(self, k: torch.Tensor, old: Iterable[int], new: Iterable[int]) -> torch.Tensor:
         """``k [..., tokens, heads, head_size]``, turned from positions ``old`` to ``new``, in its own dtype.
 
         What the model itself computes at ``new`` for the same hidden states, but for the rounding of a turn in float32.
-        Raises ValueError if there are other than one of each for a token, or heads are too small.
+        Raises ValueError if there are other than one of each for a token, or heads are not of the model's size.
         """
         before, after = (torch.as_tensor(list(each), dtype=torch.int64) for each in (old, new))
         half = len(self.frequencies)
-        if not k.shape[-3] == len(before) == len(after) or k.shape[-1] < 2 * half:
-            msg = f"{len(before)} old and {len(after)} new positions, keys {list(k.shape)}, {2 * half} elements turned"
+        head_size = 2 * half if self.head_size is None else self.head_size
+        if not k.shape[-3] == len(before) == len(after) or k.shape[-1] != head_size or head_size < 2 * half:
+            msg = f"{len(before)} old and {len(after)} new, K {list(k.shape)}, heads of {head_size}, {2 * half} turned"
             raise ValueError(msg)
         # Each angle rounded as in the model, so that the old turn is undone exactly.
         angles = [(each.float()[:, None] * self.frequencies).double() for each in (before, after)]

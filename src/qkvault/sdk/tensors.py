@@ -32,13 +32,15 @@ class CacheTensors:
     start: int = 0  # the first token that was asked for
 
     @classmethod
-    def of(cls, kind: CacheKind, parts: Sequence[torch.Tensor], *, start: int = 0) -> CacheTensors:
-        """All layers of the tokens from ``start`` on, without holes. Raises ValueError if the parts do not match."""
+    def of(cls, kind: CacheKind | str, parts: Sequence[torch.Tensor], *, start: int = 0) -> CacheTensors:
+        """All layers of the tokens from ``start`` on, without holes. Raises ValueError for a wrong kind or parts."""
         if not parts or any(part.ndim != 4 or part.shape[:2] != parts[0].shape[:2] for part in parts):  # noqa: PLR2004  # [layers, tokens, heads, head_size]
             msg = f"parts must be [layers, tokens, heads, head_size] alike, not {[tuple(part.shape) for part in parts]}"
             raise ValueError(msg)
         num_layers, num_tokens = parts[0].shape[:2]
-        return cls(kind, tuple(parts), torch.arange(start, start + num_tokens), tuple(range(num_layers)), start)
+        return cls(
+            CacheKind(kind), tuple(parts), torch.arange(start, start + num_tokens), tuple(range(num_layers)), start
+        )
 
     @property
     def q(self) -> torch.Tensor | None:

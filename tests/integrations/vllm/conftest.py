@@ -151,6 +151,7 @@ def log_lines(monkeypatch) -> Iterator[list[str]]:
     """Our log lines of the test, from limiters that have said nothing yet."""
     import logging
 
+    from qkvault.capture import features
     from qkvault.integrations.vllm import connector, scheduler, worker
     from qkvault.logs import RateLimited, get_logger
 
@@ -160,7 +161,7 @@ def log_lines(monkeypatch) -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    for module, name in ((connector, "_limited"), (scheduler, "_log"), (worker, "_log")):
+    for module, name in ((connector, "_limited"), (scheduler, "_log"), (worker, "_log"), (features, "_log")):
         monkeypatch.setattr(module, name, RateLimited(get_logger("vllm")))
     logger, keeper = logging.getLogger("qkvault"), Keeper()
     level = logger.level

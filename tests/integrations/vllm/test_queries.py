@@ -158,28 +158,34 @@ def traffic(real, model_path) -> Iterator[tuple[Any, list[list[int]], Captured]]
 
 
 class AttentionErrors:
-    """How far weights from stored tensors are from those of transformers."""
+    """How far weights in float32 are from those that transformers computes in float64: stored ones, and its own."""
 
     def __init__(self) -> None:
-        self.largest, self.num_over, self.num_weights = 0.0, 0, 0
+        self.ours, self.theirs, self.apart = 0.0, 0.0, 0.0
+        self.num_over = {"ours": 0, "theirs": 0}
+        self.num_weights = 0
 
-    def add(self, queries: Any, keys: Any, true: Any) -> None:
+    def add(self, queries: Any, keys: Any, single: Any, double: Any) -> None:
         attention = Attention(queries, keys)
         for layer in attention.layers:
             for block in attention.weights(layer):
-                wanted = true.weights[layer][:, block.positions, : block.weights.shape[2]]
-                errors = (block.weights - wanted).abs()
-                self.largest = max(self.largest, float(errors.max()))
-                self.num_over += int((errors > 1e-5).sum())
-                self.num_weights += errors.numel()
+                at = layer, slice(None), block.positions, slice(block.weights.shape[2])
+                theirs, true = single.weights[at], double.weights[at]
+                errors = {"ours": (block.weights.double() - true).abs(), "theirs": (theirs.double() - true).abs()}
+                self.ours = max(self.ours, float(errors["ours"].max()))
+                self.theirs = max(self.theirs, float(errors["theirs"].max()))
+                self.apart = max(self.apart, float((block.weights - theirs).abs().max()))
+                for name, error in errors.items():
+                    self.num_over[name] += int((error > 1e-5).sum())
+                self.num_weights += true.numel()
 
 
 def test_every_query_and_key_is_that_of_transformers(traffic, model_path, model_run):
-    """B62, B75, B77, B80, B85, B299: each layer, head and token within 1e-4; attention within 1e-5, but for rounding;
-    what is missing are the chunks of which a token was not computed, and no others.
+    """B62, B75, B77, B80, B85, B299: each layer, head and token within 1e-4; attention within 1e-5,
+    but for a weight in ten million; what is missing are the chunks of which a token was not computed, and no others.
     """
     engine, asked, captured = traffic
-    model = model_run.load_model(model_path)
+    model, exact = model_run.load_model(model_path), model_run.load_model(model_path).double()
     errors, attention = {"q": 0.0, "k": 0.0}, AttentionErrors()
     num_queries = num_holes = 0
     with_queries, with_keys = contexts(address_of(engine))
@@ -196,12 +202,15 @@ def test_every_query_and_key_is_that_of_transformers(traffic, model_path, model_
             num_queries += len(wanted)
             num_holes += sum(hole.stop - hole.start for hole in queries.holes)
             errors["q"] = max(errors["q"], worst(queries.q, true.q[:, queries.positions]))
-            attention.add(queries, keys, true)
-    # Both sides round in float32: of a weight in ten million the sum of that is a little more than 1e-5.
+            attention.add(queries, keys, true, model_run.run_model(exact, tokens))
+    # One in ten million is farther than 1e-5 from the true weight: queries and keys are vLLM's float32, and the largest
+    # error is 2.3 times that of transformers' float32. The true one still has its norms, softmax and angles in float32.
     print(f"worst {errors}, attention {vars(attention)}, queries {num_queries}, in holes {num_holes}")  # noqa: T201  # with -s
     assert max(errors.values()) < 1e-4
-    assert attention.largest < 5e-5
-    assert attention.num_over < 1e-7 * attention.num_weights
+    assert attention.ours < 3e-5
+    assert attention.ours < 4 * attention.theirs
+    assert attention.num_over["ours"] < 3e-7 * attention.num_weights
+    assert attention.theirs < 1e-5
     assert len(asked) > 20
     assert num_queries > 4000
     assert num_holes > 500

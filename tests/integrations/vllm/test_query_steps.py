@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from copy import copy
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +40,6 @@ def query_engine(toy_engine, toy_queries):
 
         def step():
             stepped()
-            holes.look()
             toy_queries.capture_of(engine).adapter.check()
 
         engine.step, engine.holes = step, holes
@@ -52,7 +53,6 @@ def verify(toy, toy_queries):
     """Checks all that an engine has stored, and returns the keys of it. Nothing is held any more."""
 
     def check(engine, layers=(0, 1)):
-        engine.holes.look()
         toy_queries.assert_ring_is_free(engine)
         engine.assert_texts()
         engine.assert_clean()
@@ -205,6 +205,61 @@ def test_what_a_reset_finds_is_not_stored_after_it(toy, query_engine, prompts, v
         engine.ask(prompts(210), max_tokens=1)
         assert len(verify(engine)) >= 4
         engine.close()
+
+
+class TestUnplanned:
+    """One request that cannot be told of, or a step that vLLM describes in another way."""
+
+    def test_the_others_are_told(self, query_engine, prompts, toy, toy_queries, log_lines):
+        """B414: of a request that is a fault nothing is stored; those beside it, and those that ended, lose nothing."""
+        engine = query_engine(max_num_batched_tokens=500)
+        steps = engine.connector._scheduler._queries
+        is_captured = steps._is_captured
+
+        def fault_at_bad(tracked):
+            return is_captured(tracked) if tracked.request.request_id != "bad" else tracked.nothing
+
+        steps._is_captured = fault_at_bad
+        engine.add("ends", prompts(78), max_tokens=3)  # its tail is told when it has ended
+        engine.add("bad", prompts(130), max_tokens=8)
+        engine.add("good", prompts(130), max_tokens=8)
+        engine.run()
+        keys = toy_queries.assert_stored_is_right(engine, toy.digests, (0, 1))
+        assert len(keys) == 4
+        assert not keys & set(toy_queries.names_of(engine, engine.requests["bad"].prompt_token_ids, bytes(130)))
+        toy_queries.assert_ring_is_free(engine)
+        engine.assert_clean()
+
+    @pytest.mark.parametrize("num_bad", [1, 3])
+    def test_what_has_ended_is_told_with_the_next_step(self, query_engine, prompts, toy, toy_queries, num_bad):
+        """B414: a description that cannot be read costs its step, and not the end of a request, nor its blocks."""
+        engine = query_engine()
+        steps = engine.connector._scheduler._queries
+        prompt = prompts(79)
+        engine.add("ends", prompt, max_tokens=6, sampling={"stop_token_ids": [toy.text_of(prompt, 2)[1]]})
+        engine.add("goes on", prompts(130), max_tokens=40)
+        for _ in range(9):
+            if not steps._ended:
+                engine.step()
+        assert [step.request_id for step in steps._ended] == ["ends"]
+
+        plan = steps.plan
+
+        def of_another_vllm(output, tracked):
+            cached = copy(output.scheduled_cached_reqs)
+            cached.num_computed_tokens = [*cached.num_computed_tokens, 1]
+            return plan(SimpleNamespace(**{**vars(output), "scheduled_cached_reqs": cached}), tracked)
+
+        steps.plan = of_another_vllm
+        for _ in range(num_bad):
+            engine.step()
+        del steps.plan
+        engine.run()
+        keys = toy_queries.assert_stored_is_right(engine, toy.digests, (0, 1))
+        tokens = list(engine.requests["ends"].all_token_ids)
+        assert len(keys & set(toy_queries.names_of(engine, tokens, toy.digests(tokens)))) == 2
+        toy_queries.assert_ring_is_free(engine)
+        engine.assert_clean()
 
 
 class TestPassed:

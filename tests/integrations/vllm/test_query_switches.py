@@ -315,6 +315,35 @@ class TestTap:
         engine.worker.shutdown()
         assert forwards_of(engine) == [False, False]
 
+    def test_one_that_somebody_took_away_is_not_missed(self, new_worker):
+        """B416: of two layers one has lost ours; the end gives back the other."""
+        engine, worker = new_worker(ON)
+        worker.register_kv_caches(pages_of(engine))
+        del engine.layers.modules["layer"].impl.forward
+        worker._queries.close()
+        assert forwards_of(engine) == [False, False]
+        assert worker._queries._dispatcher.num_faults.total() == 0
+
+    def test_a_wrapper_over_ours_stays(self, new_engine, prompts, toy_queries):
+        """B416: and calls what it has always called, which shows nothing any more."""
+        engine = new_engine(ON)
+        impl, calls = engine.layers.modules["layer"].impl, []
+        ours = impl.forward
+
+        def theirs(*args, **options):
+            calls.append(1)
+            return ours(*args, **options)
+
+        impl.forward = theirs
+        engine.ask(prompts(210), 1)
+        assert len(list(toy_queries.stored(engine))) == 4
+        num_calls = len(calls)
+        engine.worker._queries.close()
+        assert impl.forward is theirs
+        engine.ask(prompts(40))
+        assert len(calls) > num_calls
+        assert engine.worker._queries._dispatcher.num_faults.total() == 0
+
     def test_forwards_outside_of_a_step_are_not_shown(self, new_engine, toy, toy_queries, prompts):
         """B118: a warm-up, a profile, a step that captures nothing: the wrapper asks, and that is all."""
         engine = new_engine(ON | {"qkvault.q_requests": "asked"})

@@ -74,6 +74,32 @@ def test_shutdown_publishes_what_was_begun(toy_engine, prompts, tmp_path):
     engine.run()
 
 
+def test_a_part_of_a_save_that_fails_leaves_those_before_it(toy_engine, prompts):
+    """B410: numbers tell what was stored and what was not; what is left is stored at the next try."""
+    engine = toy_engine(max_num_batched_tokens=512)
+    engine.ask(prompts(20))  # opens the session
+    worker = engine.worker._worker
+    worker._transfer._num_in_part = 1
+    copy, copies = worker._paged.batched_from_gpu, []
+
+    def fail_at_the_third(runs):
+        copies.append(len(runs))
+        if len(copies) == 3:
+            raise RuntimeError
+        return copy(runs)
+
+    worker._paged.batched_from_gpu = fail_at_the_third
+    before = dict(worker._stats.snapshot().chunks)
+    engine.add("r", prompts(256), max_tokens=80)
+    engine.step()
+    after = worker._stats.snapshot().chunks
+    assert {name: n - before[name] for name, n in after.items() if n != before[name]} == {"stored": 2, "failed": 2}
+    assert engine.status().counters["stored.ram"] == before["stored"] + 2
+    engine.run()
+    assert engine.num_cached(list(engine.requests["r"].all_token_ids)) >= 256
+    engine.assert_clean()
+
+
 def test_a_plan_is_carried_out_once(toy_engine, prompts):
     """Hooks of one step that vLLM calls again do nothing."""
     engine = toy_engine()

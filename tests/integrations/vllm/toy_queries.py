@@ -137,10 +137,15 @@ class Holes:
     def __init__(self, engine: Any) -> None:
         self.found: dict[str, dict[int, set[str]]] = {}
         self.engine = engine
+        collector = collector_of(engine)
+        self.take, collector.take_holes = collector.take_holes, self.look
 
-    def look(self) -> None:
-        for hole in collector_of(self.engine).take_holes():
+    def look(self) -> Sequence[Any]:
+        """In place of the collector's ``take_holes``."""
+        holes = self.take()
+        for hole in holes:
             self.found.setdefault(hole.request_id, {}).setdefault(hole.chunk, set()).add(hole.reason.value)
+        return holes
 
     def of(self, name: str) -> dict[int, set[str]]:
         return self.found.get(name, {})
@@ -209,7 +214,7 @@ def assert_ring_is_free(engine: Any) -> None:
     assert adapter.ring.num_free_blocks() == adapter.ring.num_blocks
     assert (capture.num_faults, dict(dispatcher.num_faults)) == (0, {})
     collector, steps = adapter.collector, engine.connector._scheduler._queries
-    assert (collector._requests, collector._ended, list(collector._whole)) == ({}, set(), [])
+    assert (collector._requests, collector._ended, list(collector._whole), collector._holes) == ({}, set(), [], [])
     assert (steps._num_told, steps._ended, steps._last_steps) == ({}, [], set())
     lost = counters.dropped["no_room"] + counters.dropped["not_stored"]
     lost += adapter._num_reserved - adapter._num_published  # a reset came before the commit: told when the session ends

@@ -12,6 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from msgspec.structs import replace
@@ -244,6 +245,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether attention has to run in Python: while queries are captured."""
         return configuration.load(vllm=extra_config).config.transfer_intermediate_tensors
 
+    @_guarded(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step is about to run: say what is to be captured of it."""
         super().bind_connector_metadata(connector_metadata)
@@ -260,6 +262,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: no request runs before all its layers are loaded."""
 
+    @_guarded(_nothing)
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:  # seam: vLLM's signature
@@ -367,16 +370,14 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(_nothing)
     def shutdown(self) -> None:
-        """End the session; the scheduler's side ends the store too."""
-        if self._queries is not None:
-            self._queries.close()
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._store is not None:
-            store, self._store = self._store, None
-            embedded.release(store)
+        """End the session; the scheduler's side ends the store too. Each part ends, whatever another one raises."""
+        with ExitStack() as parts:  # the last one first
+            if self._store is not None:
+                store, self._store = self._store, None
+                parts.callback(embedded.release, store)
+            for part in (self._scheduler, self._worker, self._queries):
+                if part is not None:
+                    parts.callback(part.close)
 
     def _side(self) -> SchedulerSide:
         if self._scheduler is None:

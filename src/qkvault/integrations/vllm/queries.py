@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -70,8 +71,8 @@ class WorkerQueries:
         """Taps ``layers`` for features that are registered. ``kv_link`` is the KV's, which tells of a restart."""
         self._dispatcher = dispatcher
         self._kv_link = kv_link
-        self._num_sessions = kv_link.num_sessions
-        self._tap: QueryTap | None = QueryTap(layers, dispatcher.save_kv_layer, lambda: dispatcher.is_capturing)
+        self._num_sessions = 0  # of those whose features are known: that of the start may have gone already
+        self._tap: QueryTap | None = QueryTap(layers, self._show)
         self._step = 0  # number of the last plan: none is begun twice
 
     def start_step(self, plan: StepPlan) -> None:
@@ -82,6 +83,16 @@ class WorkerQueries:
 
     def save_kv_layer(self, layer_name: str, attn_metadata: AttentionMetadata, extra: Mapping[str, object]) -> None:
         """After a layer: take the queries that the engine itself shows, if it does, instead of the tap's (row 81)."""
+        self._dispatcher.guarded("given", lambda: self._take_given(layer_name, attn_metadata, extra))
+
+    def _show(self, layer_name: str, queries: Callable[[], torch.Tensor]) -> None:
+        self._dispatcher.guarded("tap", lambda: self._take_tapped(layer_name, queries))
+
+    def _take_tapped(self, layer_name: str, queries: Callable[[], torch.Tensor]) -> None:
+        if self._dispatcher.is_capturing:
+            self._dispatcher.save_kv_layer(layer_name, {"q": queries()}, slot_mapping_of(layer_name))
+
+    def _take_given(self, layer_name: str, attn_metadata: AttentionMetadata, extra: Mapping[str, object]) -> None:
         given = extra.get(_TENSORS)
         if not isinstance(given, Mapping) or not any(name in given for name in QUERY_NAMES):
             return
@@ -99,13 +110,14 @@ class WorkerQueries:
         """Between steps: free what copies have done with, and follow the KV to a store that is back (row 97)."""
         self._dispatcher.reclaim()
         if (num_sessions := self._kv_link.num_sessions) != self._num_sessions:
-            self._num_sessions = num_sessions
-            self._dispatcher.reregister()
+            with suppress(Unavailable):  # gone again: the next session says what it takes
+                self._dispatcher.reregister(self._kv_link.session().features)
+                self._num_sessions = num_sessions
 
     def close(self) -> None:
         """Give vLLM its methods back, finish the copies, end the session."""
         if self._tap is not None:
-            self._tap.close()
+            self._dispatcher.guarded("tap.close", self._tap.close)
         self._dispatcher.shutdown()
 
     def numbers(self) -> Numbers:
@@ -128,7 +140,7 @@ def start(
     """Begin to capture (rows 76, 113, 114), after the KV pages are known.
 
     Raises ConfigError for layers whose queries cannot be had and for a ring that memory has no room for, and ValueError
-    if the store does not take queries. A store that is away is taken to want them, until it says otherwise.
+    if the store takes no queries. One that is away is taken to; while one is there that does not, none are captured.
     """
     try:
         advertised = kv_link.session().features
@@ -142,7 +154,7 @@ def start(
         ring_blocks=config.q_ring_blocks or None,
         ring_depth=config.q_ring_depth,
     )
-    _require_room(geometry.layout, num_blocks, paged.device)
+    _require_room(geometry.layout, num_blocks, paged.device, vllm_config.cache_config.gpu_memory_utilization)
     engine = EngineContext(
         kv=paged,
         layout=geometry.layout,
@@ -156,12 +168,20 @@ def start(
     return WorkerQueries(dispatcher, layers if can_save else {}, kv_link)
 
 
-def _require_room(layout: ChunkLayout, num_blocks: int, device: torch.device) -> None:
+def room_beside(free_bytes: int, total_bytes: int, utilization: float) -> int:
+    """What of a GPU is nobody's: of what is free now vLLM needs the peak of a step again, up to its share of all."""
+    return max(0, min(free_bytes, int(total_bytes * (1 - utilization))))
+
+
+def _require_room(layout: ChunkLayout, num_blocks: int, device: torch.device, utilization: float) -> None:
     """Raise ConfigError unless the device has memory for the ring: vLLM has taken its own by now."""
     width, dtype = layout.num_heads * layout.head_size, getattr(torch, layout.dtype)
     num_bytes = ring_bytes(layout.num_layers, num_blocks, layout.block_size, width, dtype)
-    is_cuda = device.type == "cuda"
-    room_bytes, where = (torch.cuda.mem_get_info(device)[0], f"on {device}") if is_cuda else available_memory()
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        room_bytes, where = room_beside(free_bytes, total_bytes, utilization), f"on {device} beside vLLM"
+    else:
+        room_bytes, where = available_memory()
     if num_bytes > room_bytes:
         msg = (
             f"the ring of queries needs {num_bytes} bytes, {room_bytes} are free {where}: make q_ring_blocks "

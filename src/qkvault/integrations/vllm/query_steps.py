@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from qkvault.capture.plan import RequestStep
 from qkvault.integrations.vllm.identity import QUERIES
 from qkvault.integrations.vllm.tracked import Tracked, block_ids_of, computed_before, floor_to
+from qkvault.logs import RateLimited, get_logger
 from qkvault.transfer import SaveItem
 from qkvault.units import parse_bool
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from qkvault.config import Config
+
+_log = RateLimited(get_logger("vllm.query_steps"))
 
 
 class QuerySteps:
@@ -39,10 +42,16 @@ class QuerySteps:
         """What the step computes of requests that are captured, and requests that were aborted or preempted before."""
         for request_id in output.preempted_req_ids or ():
             self._drop(request_id)
-        steps, self._ended = self._ended, []
-        steps += self._steps_of(output, tracked)
+        told: list[RequestStep] = []
+        for request_id, num_before in list(computed_before(output)):  # all is read before anything changes
+            try:
+                told += self._step_of(output, request_id, num_before, tracked.get(request_id))
+            except Exception as error:  # thread top: the others, and those that ended, must be told
+                _log.warning("queries_not_planned", request=request_id, error=f"{type(error).__name__}: {error}")
+                self._drop(request_id)
+        told, self._ended = self._ended + told, []
         dropped, self._dropped = self._dropped, []
-        return steps, dropped
+        return told, dropped
 
     def finished(self, tracked: Tracked, end: int, *, is_complete: bool) -> bool:
         """A request has ended with tokens ``[0, end)`` computed; those of one that was aborted are not stored.
@@ -67,25 +76,25 @@ class QuerySteps:
         self._dropped += [step.request_id for step in self._ended]
         self._ended = []
 
-    def _steps_of(self, output: SchedulerOutput, tracked: Mapping[str, Tracked | None]) -> Iterator[RequestStep]:
-        for request_id, num_before in computed_before(output):
-            known = tracked.get(request_id)
-            if known is None or not self._is_captured(known):
-                continue
-            if not known.can_save:
-                self._drop(request_id)
-                continue
-            num_after = num_before + output.num_scheduled_tokens.get(request_id, 0)
-            told = self._num_told.get(request_id, 0)
-            self._num_told[request_id] = min(told, num_before // self._config.chunk_size)  # less: it is computed anew
-            first, items = self._untold(known, num_after, with_tail=(is_last := known.is_last_step(num_after)))
-            size = self._block_size
-            table: Sequence[int] = block_ids_of(output, request_id) or ()
-            blocks = tuple(table[num_before // size : -(-num_after // size)])
-            if is_last:
-                del self._num_told[request_id]
-                self._last_steps.add(request_id)
-            yield RequestStep(request_id, num_before, num_after, blocks, first, items, is_last)
+    def _step_of(
+        self, output: SchedulerOutput, request_id: str, num_before: int, known: Tracked | None
+    ) -> Iterator[RequestStep]:
+        if known is None or not self._is_captured(known):
+            return
+        if not known.can_save:
+            self._drop(request_id)
+            return
+        num_after = num_before + output.num_scheduled_tokens.get(request_id, 0)
+        told = self._num_told.get(request_id, 0)
+        self._num_told[request_id] = min(told, num_before // self._config.chunk_size)  # less: it is computed anew
+        first, items = self._untold(known, num_after, with_tail=(is_last := known.is_last_step(num_after)))
+        size = self._block_size
+        table: Sequence[int] = block_ids_of(output, request_id) or ()
+        blocks = tuple(table[num_before // size : -(-num_after // size)])
+        if is_last:
+            del self._num_told[request_id]
+            self._last_steps.add(request_id)
+        yield RequestStep(request_id, num_before, num_after, blocks, first, items, is_last)
 
     def _is_captured(self, tracked: Tracked) -> bool:
         if tracked.request.request_id in self._last_steps:

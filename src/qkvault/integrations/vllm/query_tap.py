@@ -8,7 +8,7 @@ RoPE and norms, this rank's heads, ``[rows, heads, head_size]``, rows in the ord
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from qkvault.errors import ConfigError
 
@@ -16,41 +16,44 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.attention.backend import AttentionImpl, AttentionMetadata
 
-# Gets a layer's name, its tensors by name, and which KV slot each row writes (None: it is not known).
-Show: TypeAlias = "Callable[[str, Mapping[str, torch.Tensor], torch.Tensor | None], None]"
+# Gets a layer's name, and its queries when it asks for them.
+Show: TypeAlias = "Callable[[str, Callable[[], torch.Tensor]], None]"
 _FORWARD: Final = "forward"
 
 
 class QueryTap:
     """Shows the queries of layers before their attention runs, until it is closed. For the model's thread."""
 
-    def __init__(self, layers: Mapping[str, Attention], show: Show, is_wanted: Callable[[], bool]) -> None:
-        """``show`` must not raise; it is called while ``is_wanted()``."""
-        self._show = show
-        self._is_wanted = is_wanted
-        # With each one what was there before: nothing as a rule, the class has the method; or somebody else's wrapper.
-        self._impls = [(layer.impl, vars(layer.impl).get(_FORWARD)) for layer in layers.values()]
+    def __init__(self, layers: Mapping[str, Attention], show: Show) -> None:
+        """``show`` must not raise, but for what it asks."""
+        self._show: Show | None = show  # None: closed
+        self._ours: list[tuple[AttentionImpl, object, object]] = []  # with what is there now, and what was before
         for name, layer in layers.items():
-            setattr(layer.impl, _FORWARD, self._wrapped(name, layer.impl.forward))
+            # As a rule nothing was there, since the class has the method; or somebody else's wrapper.
+            before = vars(layer.impl).get(_FORWARD)
+            setattr(layer.impl, _FORWARD, wrapper := self._wrapped(name, layer.impl.forward))
+            self._ours.append((layer.impl, wrapper, before))
 
     def close(self) -> None:
-        """Give vLLM its own methods back. Idempotent."""
-        for impl, before in self._impls:
-            delattr(impl, _FORWARD)
-            if before is not None:
+        """Give vLLM its own methods back. Idempotent. A wrapper over ours is left there, and ours shows nothing."""
+        self._show = None
+        for impl, wrapper, before in self._ours:
+            if vars(impl).get(_FORWARD) is not wrapper:
+                continue
+            if before is None:
+                delattr(impl, _FORWARD)
+            else:
                 setattr(impl, _FORWARD, before)
-        self._impls = []
+        self._ours = []
 
     def _wrapped(self, name: str, forward: Callable[..., object]) -> Callable[..., object]:
-        show, is_wanted = self._show, self._is_wanted
-
-        # seam: what else vLLM hands over is not ours to know
-        def shown(layer: object, query: torch.Tensor, *args: object, **kwargs: object) -> object:
-            if is_wanted():
-                show(name, {"q": query}, slot_mapping_of(name))
-            return forward(layer, query, *args, **kwargs)
+        # seam: what vLLM hands over is not ours to know, but for the queries behind the layer
+        def shown(*args: object, **kwargs: object) -> object:
+            if self._show is not None:
+                self._show(name, lambda: cast("torch.Tensor", args[1]))
+            return forward(*args, **kwargs)
 
         return shown
 

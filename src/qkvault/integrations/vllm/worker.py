@@ -177,19 +177,23 @@ class WorkerSide:
             return [len(op.items) for op in ops]
         items = [self._own(item) for op in ops for item in op.items]
         request = self._stats.on_store_request(sum(item.num_tokens for item in items))
+        outcomes: list[Outcome] = []  # of the items before what raises
+        num_bytes = 0
         try:
-            report = self._session().save(items)
+            for part in self._session().save_parts(items):
+                outcomes += part.outcomes
+                num_bytes += part.copied_bytes
         except Exception as error:  # thread top: what is not stored is a later miss
             self._lost(error, "save_failed")
-            self._stats.on_store_finished(request, chunks={"failed": len(items)})
-            return [0] * len(ops)
-        chunks = {outcome.value: report.outcomes.count(outcome) for outcome in Outcome}
-        chunks["stored"] = chunks.pop(Outcome.RESERVED.value)
-        reserved = zip(items, report.outcomes, strict=True)
+        chunks = {outcome.value: outcomes.count(outcome) for outcome in Outcome}
+        chunks |= {"stored": chunks.pop(Outcome.RESERVED.value), "failed": len(items) - len(outcomes)}
+        reserved = zip(items, outcomes, strict=False)
         num_tokens = sum(item.num_tokens for item, outcome in reserved if outcome is Outcome.RESERVED)
-        self._stats.on_store_finished(request, num_tokens=num_tokens, num_bytes=report.copied_bytes, chunks=chunks)
-        outcomes = iter(report.outcomes)
-        return [_num_before(_UNSAVED, [next(outcomes) for _ in op.items]) for op in ops]
+        self._stats.on_store_finished(request, num_tokens=num_tokens, num_bytes=num_bytes, chunks=chunks)
+        if len(outcomes) < len(items):
+            return [0] * len(ops)  # what is there by then costs nothing
+        left = iter(outcomes)
+        return [_num_before(_UNSAVED, [next(left) for _ in op.items]) for op in ops]
 
     def _own(self, item: SaveItem) -> SaveItem:
         return item.in_space(self._space.space_id)  # plans name the chunks of rank 0
