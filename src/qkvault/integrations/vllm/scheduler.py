@@ -317,9 +317,8 @@ class SchedulerSide:
         # The chunks of [stored, end) that are whole, then the tail in whole blocks, unless it is stored already.
         if not (tracked.can_save and self._engine.can_save):
             return None
-        if not self._config.save_decode:
-            end = min(end, tracked.request.num_prompt_tokens)
-        end = min(end, len(block_ids) * self._engine.block_size)
+        last = end if self._config.save_decode else tracked.request.num_prompt_tokens
+        end = min(end, last, len(block_ids) * self._engine.block_size)
         tracked.prefix.update_to(tracked.request.all_token_ids)
         start = tracked.stored_tokens
         tracked.stored_tokens = max(start, floor_to(self._space.chunk_size, end))
