@@ -111,8 +111,8 @@ MUTATIONS = {
     ),
     "what is superseded is not cleared": (
         LEAVING,
-        'if entry.doom in ("", SUPERSEDED):  # what',
-        "if not entry.doom:  # what",
+        'reason if entry.doom in ("", SUPERSEDED) else entry.doom',
+        "reason if not entry.doom else entry.doom",
     ),
     "what failed is never written again": (
         TIERING,
@@ -249,6 +249,11 @@ MUTATIONS = {
         CORE,
         'going = [entry for entry in found if entry.is_somewhere and entry.doom in ("", SUPERSEDED)]',
         "going = [entry for entry in found if entry.is_somewhere and not entry.pins]",
+    ),
+    "what is cleared comes back when it is superseded": (
+        LEAVING,
+        'reason if entry.doom in ("", SUPERSEDED) else entry.doom',
+        "reason",
     ),
     "what is cleared is found until its turn": (
         LEAVING,

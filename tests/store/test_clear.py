@@ -117,3 +117,34 @@ def test_a_check_of_a_large_cache_is_refused(monkeypatch):
         refusal = transport.call(m.Check())
         assert isinstance(refusal, m.Failed)
         assert refusal.code == "busy"
+
+
+def test_what_is_cleared_does_not_come_back_when_it_is_superseded(slow):
+    """B388: a longer chunk with all its tokens is stored before its turn; only that one is there afterwards."""
+    desk = slow(caps=[8])
+    desk.save("aab")
+    desk.end_jobs()
+    desk.store.clear()
+    assert desk.save("aabb", start=1) == 1
+    desk.settle()
+    desk.store.work_off(9)
+    desk.settle()
+    desk.end_jobs()
+    desk.assert_cache(ram="aabb", disk="aabb")
+    assert desk.found("aab") == 0
+
+
+def test_what_is_stored_anew_before_the_turn_of_the_old_stays(slow):
+    """B388: under the same key, in RAM and in the tier."""
+    desk = slow(slots=2, caps=[2])
+    desk.save("aabb")
+    desk.end_jobs()
+    desk.store.clear()
+    desk.save("ccdd")
+    desk.end_jobs()
+    desk.save("aabb")
+    desk.end_jobs()
+    desk.store.work_off(9)
+    desk.settle()
+    desk.end_jobs()
+    assert desk.found("aabb") == 64

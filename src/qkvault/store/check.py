@@ -18,9 +18,9 @@ def check_store(store: Core) -> None:
     _check_slots(store)
     held = Counter(entry.key for lease in store.leases.all() for entry in lease.entries)
     held.update(store.tiering.pins())
-    due = set(map(id, store.due))
+    waiting = store.waiting()
     for entry in store.index:
-        _check_entry(entry, held[entry.key], is_due=id(entry) in due)
+        _check_entry(entry, held[entry.key], is_due=id(entry) in waiting)
     if any(not_ready(lease.entries) for lease in store.leases.all() if lease.is_ready and not lease.is_write):
         msg = "a lease counts as READY, and not all of its chunks are"
         raise InvariantError(msg)

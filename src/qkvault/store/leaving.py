@@ -36,8 +36,18 @@ class Leaving:
         self.forgotten = Forgotten(is_on=bool(books))
         self.hot_cache = hot_cache
         self.num_doomed = 0  # entries that are to go
-        self.due: deque[Entry] = deque()  # who is to leave RAM when it is his turn, and the tiers if he is doomed
-        self._due_reason = ""  # why those that are due and not doomed leave RAM
+        self._doomed: deque[Entry] = deque()  # who is to go when it is his turn
+        self._idle: deque[Entry] = deque()  # who is to leave RAM when it is his turn, if nobody needs him then
+        self._idle_reason = ""
+
+    @property
+    def due(self) -> int:
+        """How many chunks ``work_off`` has yet to look at."""
+        return len(self._doomed) + len(self._idle)
+
+    def waiting(self) -> set[int]:
+        """Which doomed entries wait for their turn, by ``id``: for checks."""
+        return set(map(id, self._doomed))
 
     def clear(self, *, lower_tiers: bool = True, spaces: Sequence[bytes] = ()) -> int:
         """Forget everything (``lower_tiers=False``: only what lies idle in RAM). Returns how many chunks are to go.
@@ -54,10 +64,11 @@ class Leaving:
             self.num_doomed += sum(not entry.doom for entry in known)
             for entry in known:
                 entry.doom = "cleared"
+            self._doomed.extend(known)
         else:
             known = [entry for entry in known if entry.state is ChunkState.READY and not entry.pins]
-        self._due_reason = "cleared"
-        self.due.extend(known)
+            self._idle.extend(known)
+            self._idle_reason = "cleared"
         self.work_off()
         return len(known)
 
@@ -65,27 +76,27 @@ class Leaving:
         """Switch the hot cache (row 52). Off: RAM is emptied of what nobody reads, and keeps nothing from then on."""
         self.hot_cache = enabled
         if not enabled:
-            self._due_reason = COOLED
-            self.due.extend([entry for entry in self.index if entry.state is ChunkState.READY])
+            self._idle_reason = COOLED
+            self._idle.extend([entry for entry in self.index if entry.state is ChunkState.READY])
             self.work_off()
 
     def work_off(self, limit: int = _SLICE) -> None:
         """Let go of the next ``limit`` chunks that are ``due``: some milliseconds, whatever there is to go."""
-        for _ in range(min(limit, len(self.due))):
-            entry = self.due.popleft()
-            if entry.pins:
-                continue  # whoever unpins it settles it
-            if entry.doom:
+        for _ in range(min(limit, len(self._doomed))):
+            if (entry := self._doomed.popleft()).doom and not entry.pins:  # else whoever unpins it settles it
                 self._doom(entry, entry.doom)
-            elif entry.state is ChunkState.READY and not (self._due_reason == COOLED and self.hot_cache):
+        for _ in range(min(limit, len(self._idle))):
+            entry = self._idle.popleft()
+            is_due = self._idle_reason != COOLED or not self.hot_cache
+            if is_due and entry.state is ChunkState.READY and not entry.pins and not entry.doom:
                 self.room.take(entry)
-                self._slot_lost(entry, self._due_reason)
+                self._slot_lost(entry, self._idle_reason)
 
     def _doom(self, entry: Entry, reason: str) -> None:
+        reason = reason if entry.doom in ("", SUPERSEDED) else entry.doom  # what is superseded may be kept below
         if entry.pins:
             self.num_doomed += not entry.doom
-            if entry.doom in ("", SUPERSEDED):  # what is superseded may be kept below
-                entry.doom = reason
+            entry.doom = reason
             return
         self.num_doomed -= bool(entry.doom)
         entry.doom = ""
