@@ -106,8 +106,9 @@ MUTATIONS = {
     ),
     "a shorter tail never leaves a tier": (
         MANAGER,
-        "                self._supersede(entry)\n        if kind",
-        "        if kind",
+        "            for entry in done:  # when all are told of: one may be the beginning of another\n"
+        "                self._supersede(entry)\n",
+        "            pass\n",
     ),
     "what is superseded is not cleared": (
         LEAVING,

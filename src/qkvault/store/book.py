@@ -57,4 +57,6 @@ class TierBook:
     def holds_parent(self, entry: Entry) -> bool:
         """Whether ``entry`` would be found there: what it hangs on is there, or is a root, or was never stored."""
         parent = entry.parent
-        return parent is None or (parent.parent is None and not parent.is_somewhere) or self.holds(parent)
+        if parent is None or (parent.parent is None and not parent.is_somewhere):
+            return True
+        return self.holds(parent) and not parent.doom

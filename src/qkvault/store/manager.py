@@ -277,9 +277,11 @@ class StorageManager(Core):
                 self.ledger.loaded(book.name, entry)
             else:
                 self.ledger.stored(entry, book.medium, book.name)
-                self._supersede(entry)
         if kind is JobKind.LOAD:
             self.tiering.store(done)  # tiers that lack it
+        elif kind is JobKind.STORE:
+            for entry in done:  # when all are told of: one may be the beginning of another
+                self._supersede(entry)
         for entry, reason in failed:
             self.ledger.failed(book.name, reason)
             if kind is JobKind.LOAD:
