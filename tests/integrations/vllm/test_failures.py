@@ -189,6 +189,7 @@ def test_a_file_that_is_spoiled_is_not_promised_again(toy_engine, prompts, tmp_p
         spoiled[len(spoiled) // 2] ^= 0xFF
         file.write_bytes(spoiled)
     for wanted in (0, 18):
+        assert engine.store.driver.drain(10)
         client.clear(lower_tiers=False)
         engine.forget_own_prefixes()
         request = engine.ask(prompt)
