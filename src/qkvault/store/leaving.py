@@ -116,6 +116,7 @@ class Leaving:
         if entry.doom == SUPERSEDED and not any(each.is_usable for each in self.index.longer_siblings(entry)):
             entry.doom = ""  # the longer one has gone first
             self.num_doomed -= 1
+            self.tiering.miss(entry)
         if entry.doom:
             self._doom(entry, entry.doom)
         elif entry.state is not ChunkState.READY:
