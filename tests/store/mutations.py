@@ -115,6 +115,11 @@ MUTATIONS = {
         'reason if entry.doom in ("", SUPERSEDED) else entry.doom',
         "reason if not entry.doom else entry.doom",
     ),
+    "what comes while the old is being removed is missed for good": (
+        TIERING,
+        "            book.deleting[entry.key] = True\n        else:\n",
+        "            pass\n        else:\n",
+    ),
     "what failed is never written again": (
         TIERING,
         "            self._miss(book, entry)\n            book.rest()\n",

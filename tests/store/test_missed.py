@@ -12,6 +12,7 @@ from contextlib import closing
 import pytest
 
 from qkvault.client import StoreClient
+from qkvault.testing.store_model import ROOT
 from qkvault.testing.transport_contract import WAIT_SECONDS, find, make_driver, read, save
 from qkvault.tiers.base import JobKind, JobResult
 from qkvault.tiers.disk import DiskTier
@@ -52,6 +53,33 @@ class TestOutage:
         desk.end_jobs()
         desk.assert_cache(disk="aa aabb aabbcc")
         assert not desk.store.tiering.is_behind
+
+    def test_what_comes_while_the_old_is_being_removed_from_a_tier_that_is_down_is_written(self, make_desk):
+        """B430: when the removal has ended, and the tier is well again."""
+        desk = make_desk(caps=[8])
+        desk.save("aa")
+        desk.end_jobs()
+        desk.store.clear()
+        desk.settle()
+        desk.is_told(is_healthy=False)
+        desk.save("aa")
+        desk.end_jobs()
+        desk.is_told()
+        desk.catch_up()
+        desk.assert_cache(ram="aa", disk="aa")
+
+    def test_nothing_is_written_below_what_is_to_go(self, make_desk):
+        """B430: a head that was forgotten while it was being written; what hangs on it comes with the next one."""
+        desk = make_desk(caps=[8])
+        desk.save("aa")
+        desk.store.forget(ROOT, desk.chunks("aa")[0].key)
+        assert desk.save("aabb", start=1) == 1
+        assert num_stores(desk) == 1
+        desk.end_jobs()
+        desk.assert_cache(ram="aabb", disk="")
+        desk.save("aa")
+        desk.end_jobs()
+        desk.assert_cache(ram="aa aabb", disk="aa aabb")
 
     def test_a_tail_that_arrived_before_its_head_waits_for_it(self, make_desk):
         """B431: of a job that failed in part, the rest is written after its head."""
@@ -267,6 +295,42 @@ class TestSuperseded:
         desk.end_jobs(fail={"aabb": "unavailable"})
         desk.release(held)
         desk.assert_cache(ram="aa aabb", disk="aa aab")
+
+    def test_a_tail_that_a_tier_lost_meanwhile_is_written_if_the_longer_one_has_gone_first(self, make_desk):
+        """B433, B430: it counts again, and no longer as one that is to go."""
+        desk = make_desk(caps=[8])
+        desk.save("aab")
+        desk.end_jobs()
+        held = desk.lookup("aa")
+        held = desk.match(held.lease_id, "aab", 1)
+        desk.save("aabb", start=1)
+        desk.end_jobs()
+        desk.is_told(num_losses=1)
+        desk.catch_up()
+        desk.store.forget(desk.chunks("aa")[0].key, desk.chunks("aabb")[1].key)
+        desk.release(held)
+        desk.catch_up()
+        desk.assert_cache(ram="aa aab", disk="aa aab")
+
+    def test_a_tail_and_what_takes_its_place_are_told_in_order(self, make_desk):
+        """B433: both may come to a tier with one job."""
+        desk = make_desk(caps=[8])
+        desk.store.take_events()
+        desk.is_told(is_healthy=False)
+        desk.save("aab")
+        held = desk.lookup("aa")
+        held = desk.match(held.lease_id, "aab", 1)
+        desk.save("aabb", start=1)
+        desk.is_told()
+        desk.catch_up()
+        desk.release(held)
+        desk.end_jobs()
+        here = set()
+        for event in desk.store.take_events():
+            assert ((event.tier, event.key) in here) != event.stored
+            (here.add if event.stored else here.discard)((event.tier, event.key))
+        names = {(tier, desk.names[key]) for tier, key in here}
+        assert names == {(tier, name) for tier in ("ram", "disk") for name in ("aa", "aabb")}
 
     def test_a_tail_that_is_kept_below_is_cleared_all_the_same(self, make_desk):
         """Although it was to go from RAM already when the reset came."""

@@ -237,7 +237,9 @@ class Tiering(TierJobs):
                     book.missed.add_first(child for child in entry.children if is_wanted(child, book.holds))
 
     def _miss(self, book: TierBook, entry: Entry) -> None:
-        if entry.key not in book.deleting:
+        if entry.key in book.deleting:
+            book.deleting[entry.key] = True
+        else:
             book.missed.add(entry, book.holds)
 
     def _miss_children(self, book: TierBook, entry: Entry) -> None:
