@@ -79,6 +79,7 @@ class TestOutage:
         desk.assert_cache(ram="aabb", disk="")
         desk.save("aa")
         desk.end_jobs()
+        desk.catch_up()
         desk.assert_cache(ram="aa aabb", disk="aa aabb")
 
     def test_a_tail_that_arrived_before_its_head_waits_for_it(self, make_desk):
@@ -305,8 +306,9 @@ class TestSuperseded:
         held = desk.match(held.lease_id, "aab", 1)
         desk.save("aabb", start=1)
         desk.end_jobs()
-        desk.is_told(num_losses=1)
-        desk.catch_up()
+        for _ in range(2):
+            desk.is_told(num_losses=1)
+            desk.catch_up()
         desk.store.forget(desk.chunks("aa")[0].key, desk.chunks("aabb")[1].key)
         desk.release(held)
         desk.catch_up()
