@@ -106,9 +106,8 @@ MUTATIONS = {
     ),
     "a shorter tail never leaves a tier": (
         MANAGER,
-        "            for entry in done:  # when all are told of: one may be the beginning of another\n"
-        "                self._supersede(entry)\n",
-        "            pass\n",
+        "            self._supersede_all(done)  # when",
+        "            # when",
     ),
     "what is superseded is not cleared": (
         LEAVING,

@@ -276,10 +276,11 @@ class Core(Leaving):
         self.room.take(entry, keep_slot=keep_slot)
         self._settle(entry)
 
-    def _supersede(self, entry: Entry) -> None:
-        # What is shorter than ``entry`` and the beginning of it goes: from a tier only when ``entry`` is there.
-        for sibling in () if entry.doom else self.index.covered_siblings(entry):
-            self._doom(sibling, SUPERSEDED)
+    def _supersede_all(self, entries: Sequence[Entry]) -> None:
+        # What is shorter than one of them and the beginning of it goes: from a tier only when that one is there.
+        for entry in entries:
+            for sibling in () if entry.doom else self.index.covered_siblings(entry):
+                self._doom(sibling, SUPERSEDED)
 
     def _end_quarantine(self, session_id: int, lease_id: int) -> None:
         for offset, kind in self.quarantine.pop((session_id, lease_id), ()):

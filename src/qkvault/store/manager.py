@@ -219,8 +219,7 @@ class StorageManager(Core):
             entry.pins -= 1
             published.append(entry)
         self._publish(published)
-        for entry in published:
-            self._supersede(entry)
+        self._supersede_all(published)
         left = [entry for entry in published if entry.state is ChunkState.READY]  # one may cover another
         self.tiering.store(left)
         for entry in left:
@@ -272,16 +271,13 @@ class StorageManager(Core):
         kind, book, done, failed = finished
         if kind is JobKind.LOAD:
             self._publish(done)
-        for entry in done:
-            if kind is JobKind.LOAD:
+            for entry in done:
                 self.ledger.loaded(book.name, entry)
-            else:
-                self.ledger.stored(entry, book.medium, book.name)
-        if kind is JobKind.LOAD:
             self.tiering.store(done)  # tiers that lack it
-        elif kind is JobKind.STORE:
-            for entry in done:  # when all are told of: one may be the beginning of another
-                self._supersede(entry)
+        else:
+            for entry in done:
+                self.ledger.stored(entry, book.medium, book.name)
+            self._supersede_all(done)  # when all are told of: one may be the beginning of another
         for entry, reason in failed:
             self.ledger.failed(book.name, reason)
             if kind is JobKind.LOAD:
