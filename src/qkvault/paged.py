@@ -232,19 +232,19 @@ def _copy_short_runs(stack: torch.Tensor, rows: torch.Tensor, moves: _Moves, *, 
         np.copyto(pieces[to_pages], pieces[not to_pages])
 
 
-def _copy_scattered(stack: torch.Tensor, payload: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:
+def _copy_scattered(stack: torch.Tensor, rows: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:
     """The same with one call for all pages, which is faster where few of them lie together."""
     ids = np.array([page for move in moves for page in range(move.page, move.page + move.num_pages)])
-    pages, rows = stack.numpy(), payload[:, moves[0].row : moves[0].row + len(ids)].numpy()
+    pages, wanted = stack.numpy(), rows[:, moves[0].row : moves[0].row + len(ids)].numpy()
     if to_pages:
-        pages[:, ids] = rows
-    elif pages.flags.c_contiguous and rows.flags.c_contiguous:
-        np.take(pages, ids, axis=1, out=rows, mode="clip")  # the other modes copy twice, as do gaps on either side
+        pages[:, ids] = wanted
+    elif pages.flags.c_contiguous and wanted.flags.c_contiguous:
+        np.take(pages, ids, axis=1, out=wanted, mode="clip")  # the other modes copy twice, as do gaps on either side
     elif pages[0].flags.c_contiguous:
-        for plane, of_plane in zip(pages, rows, strict=True):
+        for plane, of_plane in zip(pages, wanted, strict=True):
             np.take(plane, ids, axis=0, out=of_plane, mode="clip")
     else:
-        _copy_runs(stack, payload, moves, to_pages=False)
+        _copy_short_runs(stack, rows, moves, to_pages=False)
 
 
 def _tensor(rows: _Bytes) -> torch.Tensor:
