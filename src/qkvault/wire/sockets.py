@@ -29,7 +29,7 @@ from qkvault.wire.transport import PoolView, Transport
 _POLL_SECONDS: Final = 0.0005  # between two looks at a lease that has chunks pending
 _BUFFER_BYTES: Final = 1 << 16  # replies that are longer get one of their own
 _TIMEVAL: Final = struct.Struct("ll")
-_SPIN_SECONDS: Final = 50e-6
+_SPIN_SECONDS: Final = 100e-6
 _MIN_WAIT_SECONDS: Final = 1e-4  # the kernel takes 0 for ever
 _WAIT_STEPS: Final = 64  # the parts of a wait that a socket is told it by: to tell it costs a call
 
