@@ -23,6 +23,17 @@ def num_stores(desk):
     return sum(job.kind is JobKind.STORE for _, job in desk.jobs)
 
 
+def replaced_while_read(desk):
+    """A tail is read while a longer one takes its place, which the tier does not get. Returns what is read."""
+    desk.save("aab")
+    desk.end_jobs()
+    held = desk.find("aab")
+    desk.is_told(can_store=False)
+    desk.save("aabb")
+    desk.end_jobs(fail={"aabb": "unavailable"})
+    return held
+
+
 class TestOutage:
     def test_what_failed_is_written_when_the_tier_takes_it_again(self, make_desk):
         """B430: and not before, nor what hangs on it, which nobody would find."""
@@ -288,12 +299,7 @@ class TestSuperseded:
     def test_a_tail_that_is_read_goes_when_its_readers_are_done(self, make_desk):
         """B435: from RAM, and from the tier only if the longer one is there."""
         desk = make_desk(caps=[8])
-        desk.save("aab")
-        desk.end_jobs()
-        held = desk.find("aab")
-        desk.is_told(can_store=False)
-        desk.save("aabb")
-        desk.end_jobs(fail={"aabb": "unavailable"})
+        held = replaced_while_read(desk)
         desk.release(held)
         desk.assert_cache(ram="aa aabb", disk="aa aab")
 
@@ -337,12 +343,7 @@ class TestSuperseded:
     def test_a_tail_that_is_kept_below_is_cleared_all_the_same(self, make_desk):
         """Although it was to go from RAM already when the reset came."""
         desk = make_desk(caps=[8])
-        desk.save("aab")
-        desk.end_jobs()
-        held = desk.find("aab")
-        desk.is_told(can_store=False)
-        desk.save("aabb")
-        desk.end_jobs(fail={"aabb": "unavailable"})
+        held = replaced_while_read(desk)
         desk.store.clear()
         desk.release(held)
         desk.end_jobs()

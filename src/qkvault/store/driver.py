@@ -103,15 +103,15 @@ class StoreDriver:
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
         """Answer one request. Never raises: what goes wrong is a ``Failed``."""
         if not self._scan.is_over:
-            parts = request.requests if isinstance(request, m.Several) else (request,)
-            asked = [each.keys for each in parts if isinstance(each, m.Lookup | m.Inspect | m.Forget)]
+            asked = [each.keys for each in _parts_of(request) if isinstance(each, m.Lookup | m.Inspect | m.Forget)]
             self._scan.find_early(b"".join(asked))
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
             if self._is_closing or session is None:
                 return m.Failed("closed", "the session has ended")
             try:
-                self.manager.tiering.require_media(_media_of(request))
+                if media := _media_of(request):
+                    self.manager.tiering.require_media(media)
                 reply = self._answer(session_id, session, request)
             except InvariantError as error:
                 reply = m.Failed("invariant", str(error))
@@ -334,6 +334,9 @@ class StoreDriver:
 
 def _media_of(request: m.AnyRequest) -> list[str]:
     # The media that lookups are confined to.
-    each = request.requests if isinstance(request, m.Several) else (request,)
-    asked = [one.search_range for one in each if isinstance(one, m.Lookup | m.Match | m.Inspect)]
+    asked = [each.search_range for each in _parts_of(request) if isinstance(each, m.Lookup | m.Match | m.Inspect)]
     return [name for names in asked for name in names or ()]
+
+
+def _parts_of(request: m.AnyRequest) -> Sequence[m.AnyRequest]:
+    return request.requests if isinstance(request, m.Several) else (request,)

@@ -83,8 +83,7 @@ class TierJobs:
         """Remove ``entry`` from every tier that has it. It counts as gone at once; the file goes with the job."""
         for book in self.books:
             if entry.tiers & book.bit:
-                self._drop(book, entry.key)
-                self._forget(book, entry, reason)
+                self._remove(book, entry, reason)
 
     def pins(self) -> Counter[bytes]:
         """How many jobs under way pin each entry, by key."""
@@ -105,9 +104,12 @@ class TierJobs:
             cost=lambda entry: book.stored_bytes(entry.image_bytes),
         )
         for victim in victims:
-            self._drop(book, victim.key)
-            self._forget(book, victim, EVICTED)
+            self._remove(book, victim, EVICTED)
         return bool(victims)
+
+    def _remove(self, book: TierBook, entry: Entry, reason: str) -> None:
+        self._drop(book, entry.key)
+        self._forget(book, entry, reason)
 
     def _drop(self, book: TierBook, key: bytes, *, again: bool = False) -> None:
         book.deleting[key] = again

@@ -114,8 +114,7 @@ class Tiering(TierJobs):
         """Remove ``entry`` from every tier that has a longer chunk with all its tokens, and from no other."""
         for book in self.books:
             if entry.tiers & book.bit and any(e.tiers & book.bit for e in self._index.longer_siblings(entry)):
-                self._drop(book, entry.key)
-                self._forget(book, entry, SUPERSEDED)
+                self._remove(book, entry, SUPERSEDED)
 
     def adopt(self, book: TierBook, chunk: Found, *, is_forgotten: bool = False) -> Entry | None:
         """Enter what a scan found in ``book``; it is used later than what was entered before.
