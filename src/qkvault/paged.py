@@ -94,6 +94,7 @@ class PagedConnector:
         unit_bytes = _unit_bytes(planes, layout) if self._on_device else 1
         # [planes of the stack, pages, units of a page]; all stacks together are the planes in the payload's order
         self._stacks = [_stack(planes[of], tensors, layout, num_pages, unit_bytes) for of in _equal_steps(planes)]
+        self._arrays: list[_Bytes] = [] if self._on_device else [stack.numpy() for stack in self._stacks]
         self._scratch = bytearray()  # a converted run
 
     def batched_from_gpu(self, runs: Sequence[PageRun]) -> torch.Event | None:
@@ -173,17 +174,25 @@ class PagedConnector:
         if self._on_device:
             return self._device_copy(runs, moves, to_device=to_device)
         for run, of_run in zip(runs, moves, strict=True):
-            if not of_run:
-                continue
-            rows = _tensor(self._rows(run))
-            num_pages = sum(move.num_pages for move in of_run)
-            for stack, of_stack in zip(self._stacks, rows.split([len(stack) for stack in self._stacks]), strict=True):
-                if len(stack) * num_pages * self._page_bytes >= _THREADS_BYTES * len(of_run):
-                    copy = _copy_runs
-                else:
-                    copy = _copy_scattered if len(of_run) * _SCATTERED > num_pages else _copy_short_runs
-                copy(stack, of_stack, of_run, to_pages=to_device)
+            if of_run:
+                self._host_copy(run, of_run, to_pages=to_device)
         return None
+
+    def _host_copy(self, run: PageRun, moves: _Moves, *, to_pages: bool) -> None:
+        rows, stop = self._rows(run), 0
+        num_pages = sum(move.num_pages for move in moves)
+        is_scattered = len(moves) * _SCATTERED > num_pages
+        ids = np.concatenate([np.arange(move.page, move.page + move.num_pages) for move in moves])
+        wanted = rows[:, moves[0].row : moves[0].row + num_pages]
+        may_use_threads = torch.get_num_threads() > 1 and rows.flags.writeable  # torch takes no read-only memory
+        for stack, pages in zip(self._stacks, self._arrays, strict=True):
+            start, stop = stop, stop + len(pages)
+            if may_use_threads and len(pages) * num_pages * self._page_bytes >= _THREADS_BYTES * len(moves):
+                _copy_by_threads(stack, torch.from_numpy(rows[start:stop]), moves, to_pages=to_pages)
+            elif is_scattered:
+                _copy_scattered(pages, wanted[start:stop], ids, to_pages=to_pages)
+            else:
+                _copy_runs(pages, rows[start:stop], moves, to_pages=to_pages)
 
     def _device_copy(self, runs: Sequence[PageRun], moves: Sequence[_Moves], *, to_device: bool) -> torch.Event | None:
         """Through a staging tensor on the device, a run at a time; the stream's order makes one staging enough."""
@@ -217,34 +226,30 @@ class PagedConnector:
         return event
 
 
-def _copy_runs(stack: torch.Tensor, rows: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:
+def _copy_by_threads(stack: torch.Tensor, rows: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:
     """Copy between ``[planes, pages, page_bytes]`` of engine and payload, a run of pages at a time."""
     for row, page, num_pages in moves:
         sides = rows[:, row : row + num_pages], stack[:, page : page + num_pages]
         sides[to_pages].copy_(sides[not to_pages])
 
 
-def _copy_short_runs(stack: torch.Tensor, rows: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:
+def _copy_runs(pages: _Bytes, rows: _Bytes, moves: _Moves, *, to_pages: bool) -> None:
     """The same by one thread, whose calls cost a tenth."""
-    sides = rows.numpy(), stack.numpy()
     for row, page, num_pages in moves:
-        pieces = sides[0][:, row : row + num_pages], sides[1][:, page : page + num_pages]
-        np.copyto(pieces[to_pages], pieces[not to_pages])
+        sides = rows[:, row : row + num_pages], pages[:, page : page + num_pages]
+        np.copyto(sides[to_pages], sides[not to_pages])
 
 
-def _copy_scattered(stack: torch.Tensor, rows: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:
-    """The same with one call for all pages, which is faster where few of them lie together."""
-    ids = np.array([page for move in moves for page in range(move.page, move.page + move.num_pages)])
-    pages, wanted = stack.numpy(), rows[:, moves[0].row : moves[0].row + len(ids)].numpy()
-    if to_pages:
-        pages[:, ids] = wanted
-    elif pages.flags.c_contiguous and wanted.flags.c_contiguous:
-        np.take(pages, ids, axis=1, out=wanted, mode="clip")  # the other modes copy twice, as do gaps on either side
-    elif pages[0].flags.c_contiguous:
-        for plane, of_plane in zip(pages, wanted, strict=True):
-            np.take(plane, ids, axis=0, out=of_plane, mode="clip")
-    else:
-        _copy_short_runs(stack, rows, moves, to_pages=False)
+def _copy_scattered(pages: _Bytes, rows: _Bytes, ids: npt.NDArray[np.intp], *, to_pages: bool) -> None:
+    """The same with one call for the pages ``ids``, which is faster where few of them lie together."""
+    for plane, of_plane in zip(pages, rows, strict=True):
+        if to_pages:
+            plane[ids] = of_plane
+        elif plane.flags.c_contiguous:
+            np.take(plane, ids, axis=0, out=of_plane, mode="clip")  # the other modes copy twice, as do gaps
+        else:
+            for row, page in zip(of_plane, ids, strict=True):
+                row[:] = plane[page]
 
 
 def _tensor(rows: _Bytes) -> torch.Tensor:
