@@ -75,7 +75,7 @@ def test_a_peer_that_is_not_there_is_told_and_left_out(tmp_path):
         "LMCache, server, shm",
         "LMCache, server, shm, malloc tuned",
     }
-    assert len(found["benches"]["socket"]) == 6
+    assert len(found["benches"]["socket"]) == 7
     assert {series["role"] for row in found["benches"]["socket"] for series in row["series"]} == {"ours", "limit"}
 
 
@@ -97,6 +97,7 @@ def test_a_server_is_held_against_a_store_in_process_in_the_same_run(micro):
         assert ("speed", 0.8, "QKVault, in process") in bounds_of(row)
     rows = {row["name"].rpartition("tokens, ")[2]: row for row in others}
     assert bounds_of(rows["keys kept"]) == [("seconds", 0.3e-3, "")]
+    assert bounds_of(rows["keys kept, its lease given back"]) == []
     assert bounds_of(rows["list of ids"]) == [("seconds", 3e-3, "")]
     assert bounds_of(rows["round trip"]) == [("seconds", 50e-6, "")]
     for row in micro["benches"]["socket"]:

@@ -11,13 +11,15 @@ from bench.geometry import CHUNK_TOKENS, Geometry, Pages, token_ids
 from bench.peers import LMCACHE, lmcache_engine
 from bench.report import Screen
 from bench.rig import Rig, own_store, pool_bytes
-from bench.samples import Case, Measure, Role, Row, Series, Target, Unit, measure
+from bench.samples import Case, Measure, Role, Row, Sample, Series, Target, Unit, measure, timed
 from bench.settings import Settings
 from qkvault.keys import RequestIdentity
 from qkvault.prefix import Prefix
+from qkvault.wire.messages import Located
 
 DICT = "membership of the keys in a dict"
 HASHING = "hashing the list, and nothing else"
+WAYS = ("keys kept", "keys kept, its lease given back", "list of ids", "list of ids, unknown")
 # Of 128k tokens; the same from another process.
 MAX_KEPT_SECONDS = 0.3e-3
 MAX_IDS_SECONDS = 3e-3
@@ -42,13 +44,20 @@ class Lookups:
         self.keys = keys[:number]
         self.known = dict.fromkeys(self.keys)
 
-    def by_keys(self) -> None:
-        """A request whose tokens were hashed before: lease all of it, and give the lease back."""
-        located = self.prefix.find(self.rig.client)
-        self.rig.client.release(located.lease_id)
-        if len(located.ready) != len(self.keys):
-            msg = f"{len(located.ready)} of {len(self.keys)} chunks were found"
-            raise RuntimeError(msg)
+    def by_keys(self) -> Sample:
+        """A request whose tokens were hashed before: lease all of it. Giving the lease back is not timed."""
+        return self._lease()[0]
+
+    def give_back(self) -> Sample:
+        """End such a lease, which makes all of it the last that was used."""
+        return self._lease()[1]
+
+    def _lease(self) -> tuple[Sample, Sample]:
+        found: list[Located] = []
+        finding = timed(lambda: found.append(self.prefix.find(self.rig.client)))
+        giving = timed(lambda: self.rig.client.release(found[0].lease_id))
+        self._require(len(found[0].ready), len(self.keys))
+        return finding, giving
 
     def by_ids(self) -> None:
         """A new request for a prompt that is there."""
@@ -77,9 +86,7 @@ class Lookups:
 def run(settings: Settings, screen: Screen) -> list[Row]:
     """All rows."""
     count, rounds = settings.sizes.prompt_tokens, settings.sizes.short_rounds
-    kept, ids, none = (
-        f"{count // 1024}k tokens, {how}" for how in ("keys kept", "list of ids", "list of ids, unknown")
-    )
+    kept, back, ids, none = (f"{count // 1024}k tokens, {how}" for how in WAYS)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(own_store(pool_bytes(THIN, count, prompts=1.3)))
         pages = Pages(THIN, count, is_random=False, seed=settings.seed)
@@ -87,6 +94,7 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
         group = [
             Case(kept, "QKVault", Role.OURS, work.by_keys),
             Case(kept, DICT, Role.LIMIT, work.in_dict),
+            Case(back, "QKVault", Role.OURS, work.give_back),
             Case(ids, "QKVault", Role.OURS, work.by_ids),
             Case(ids, HASHING, Role.LIMIT, work.hash_ids),
             Case(none, "QKVault", Role.OURS, work.by_ids_none),

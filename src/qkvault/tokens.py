@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from qkvault.errors import ConfigError
-from qkvault.image import check_of
+from qkvault.image import checks_of
 from qkvault.keys import DEFAULT_HASH, CacheEngineKey, KeySpace, LayerCacheEngineKey, MediaSpan, RequestIdentity
 from qkvault.types import HASH_BYTES, SKETCH_BYTES, TOKEN_BYTES
 
@@ -181,8 +181,10 @@ class TokenHasher:
     @property
     def checks(self) -> bytes:
         """``image.check_of`` of all whole chunks: 3 bytes each, independent of the scheme and of the parent."""
-        for index in range(len(self._checks) // SKETCH_BYTES, len(self._hashes)):
-            self._checks += check_of(self.tokens_from(index))
+        num_known = len(self._checks) // SKETCH_BYTES
+        if num_known < len(self._hashes):
+            with memoryview(self._tokens) as view:
+                self._checks += checks_of(view[num_known * self._chunk_bytes :], self._chunk_bytes)
         return bytes(self._checks)
 
     def extend(self, tokens: Tokens) -> None:

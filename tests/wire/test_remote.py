@@ -395,6 +395,9 @@ class Taker:
         self.taken += data
         return len(data)
 
+    def fileno(self):
+        return -1
+
     def close(self):
         pass
 

@@ -26,6 +26,7 @@ _TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of ti
 _SLICE_SECONDS: Final = 0.0005  # left to others between two slices of a clear
 _MAX_CHECKED: Final = 20_000  # chunks: more hold up other clients for more than a tenth of a second
 _SAMPLE_SECONDS: Final = 1.0  # that a start waits for what spaces the tiers hold
+_CONFINABLE: Final = (m.Lookup, m.Match, m.Inspect, m.Several)  # may say which media they mean
 _log = get_logger("store")
 
 
@@ -110,7 +111,7 @@ class StoreDriver:
             if self._is_closing or session is None:
                 return m.Failed("closed", "the session has ended")
             try:
-                if media := _media_of(request):
+                if isinstance(request, _CONFINABLE) and (media := _media_of(request)):
                     self.manager.tiering.require_media(media)
                 reply = self._answer(session_id, session, request)
             except InvariantError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import select
 import socket
 import ssl
 from collections import deque
@@ -39,6 +40,8 @@ class Connection:
 
     def __init__(self, door: Door, connection: socket.socket) -> None:
         self.socket = connection
+        self.descriptor = connection.fileno()
+        self.awaited = select.EPOLLIN  # the events that its server waits for
         self.session_id: int | None = None  # until it has said hello
         self._door = door
         self._inbox = bytearray()
@@ -84,9 +87,9 @@ class Connection:
                 self._read()
             was_full = self.is_full
             self._write()
-            # What lies here already wakes no selector: requests behind a full outbox, and what TLS has decrypted.
+            # What lies here already wakes nobody: requests behind a full outbox, and what TLS has decrypted.
             has_more = not self.is_full and ((was_full and self._take(_NOTHING)) or self._has_decrypted())
-        if not self.is_unfinished:
+        if self._patience_seconds < _PATIENCE_SECONDS and not self.is_unfinished:
             self._patience_seconds = _PATIENCE_SECONDS
 
     def _has_decrypted(self) -> bool:
@@ -146,8 +149,9 @@ class Connection:
         return count
 
     def _moved(self, num_bytes: int) -> None:
-        earned_seconds = num_bytes / _SLOWEST_BYTES_PER_SECOND
-        self._patience_seconds = min(self._patience_seconds + earned_seconds, _PATIENCE_SECONDS)
+        if self._patience_seconds < _PATIENCE_SECONDS:
+            earned_seconds = num_bytes / _SLOWEST_BYTES_PER_SECOND
+            self._patience_seconds = min(self._patience_seconds + earned_seconds, _PATIENCE_SECONDS)
 
     def _take(self, data: memoryview) -> bool:
         # Whether anything of it, or of what had come before, could be used.
@@ -178,7 +182,7 @@ class Connection:
     def _use_frame(self, view: memoryview) -> int:
         if len(view) < codec.HEAD.size:
             return 0
-        head = codec.decode_head(view[: codec.HEAD.size])
+        head = codec.decode_head(view)
         if self.session_id is None and (head.body_bytes > _MAX_HELLO_BYTES or head.data_bytes):
             msg = "a long message before the hello"
             raise ProtocolError(msg)

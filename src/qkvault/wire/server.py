@@ -6,7 +6,7 @@ itself: no bytes of chunks pass the socket, and no shared segment has a name tha
 
 from __future__ import annotations
 
-import selectors
+import select
 import socket
 import ssl
 import threading
@@ -60,12 +60,12 @@ class SocketServer:
         self._listener = Listener(where)
         self.address = str(self._listener.address)  # with the port that the system chose
         self._is_closed = False
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener.socket, selectors.EVENT_READ)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener.socket, select.EPOLLIN)
         self._waker, self._wakes = socket.socketpair()
-        self._selector.register(self._wakes, selectors.EVENT_READ)
-        self._connections: dict[socket.socket, Connection] = {}
-        self._strangers: dict[socket.socket, float] = {}  # have not said hello: until when they may
+        self._epoll.register(self._wakes, select.EPOLLIN)
+        self._connections: dict[int, Connection] = {}  # by file descriptor
+        self._strangers: dict[Connection, float] = {}  # have not said hello: until when they may
         self._unfinished: set[Connection] = set()  # those that have said it, and may not rest
         self._looked_seconds = 0.0  # when their patience was last counted, on the monotonic clock
         self._thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
@@ -78,19 +78,20 @@ class SocketServer:
         self._is_closed = True
         self._waker.send(b"x")
         self._thread.join()
-        self._selector.close()
+        self._epoll.close()
         self._listener.close()
         for end in (self._waker, self._wakes):
             end.close()
 
     def _run(self) -> None:
+        door, wakes = self._listener.socket.fileno(), self._wakes.fileno()
         while True:
-            for key, _ in self._selector.select(_LOOK_SECONDS if self._strangers or self._unfinished else None):
-                if key.data is not None:
-                    self._serve(key.data, key.events)
-                elif key.fileobj is self._listener.socket:
+            for descriptor, _ in self._epoll.poll(_LOOK_SECONDS if self._strangers or self._unfinished else None):
+                if connection := self._connections.get(descriptor):
+                    self._serve(connection)
+                elif descriptor == door:
                     self._accept()
-                else:
+                elif descriptor == wakes:
                     for connection in list(self._connections.values()):
                         self._drop(connection)
                     return
@@ -111,22 +112,23 @@ class SocketServer:
             time.sleep(_ACCEPT_PAUSE_SECONDS)  # it would come again at once
             return
         connection = Connection(self._door, accepted)
-        self._connections[accepted] = connection
-        self._strangers[accepted] = time.monotonic() + _HELLO_SECONDS
-        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        self._connections[connection.descriptor] = connection
+        self._strangers[connection] = time.monotonic() + _HELLO_SECONDS
+        self._epoll.register(connection.descriptor, connection.awaited)
 
-    def _serve(self, connection: Connection, waited_for: int) -> None:
+    def _serve(self, connection: Connection) -> None:
         try:
             connection.serve()
             if connection.is_unfinished:
                 self._unfinished.add(connection)
             else:
                 self._unfinished.discard(connection)
-            wanted = selectors.EVENT_WRITE if connection.has_output else 0
+            wanted = select.EPOLLOUT if connection.has_output else 0
             if not connection.is_full:
-                wanted |= selectors.EVENT_READ
-            if wanted != waited_for:
-                self._selector.modify(connection.socket, wanted, connection)
+                wanted |= select.EPOLLIN
+            if wanted != connection.awaited:
+                connection.awaited = wanted
+                self._epoll.modify(connection.descriptor, wanted)
         except OSError:  # it has gone
             self._drop(connection)
         except ProtocolError as error:
@@ -138,13 +140,12 @@ class SocketServer:
 
     def _drop_strangers(self) -> None:
         now = time.monotonic()
-        for plain in list(self._strangers):
-            if self._connections[plain].session_id is not None:
-                del self._strangers[plain]
-        for plain, deadline in list(self._strangers.items()):  # the oldest first
+        for connection in [each for each in self._strangers if each.session_id is not None]:
+            del self._strangers[connection]
+        for connection, deadline in list(self._strangers.items()):  # the oldest first
             if now <= deadline and len(self._strangers) <= _MAX_STRANGERS:
                 break
-            self._drop(self._connections[plain])
+            self._drop(connection)
 
     def _drop_stuck(self) -> None:
         # Time in which we did not look ourselves, or others were served, is nobody's fault: it counts as one look's.
@@ -159,10 +160,10 @@ class SocketServer:
                 self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
-        self._strangers.pop(connection.socket, None)
+        self._strangers.pop(connection, None)
         self._unfinished.discard(connection)
-        self._selector.unregister(connection.socket)
-        del self._connections[connection.socket]
+        self._epoll.unregister(connection.descriptor)
+        del self._connections[connection.descriptor]
         try:
             connection.close()
         except Exception:  # thread top: whatever a session leaves behind, the other clients are answered
