@@ -268,7 +268,7 @@ class CacheEngine:
 
     def _save(self, items: Sequence[SaveItem], outcomes: list[Outcome]) -> None:
         """Store ``items``, and wait for it. Appends to ``outcomes`` what became of them, as far as it comes."""
-        for part in self._transfer.save_parts(items):
+        for part in self._transfer.save(items):
             outcomes += part.outcomes
         self._transfer.wait()
 

@@ -36,6 +36,13 @@ _NUM_WINDOWS: Final = 8  # of those found this way that are tried, the ones with
 _ROOT: Final = Path("/")
 
 
+class _Window(NamedTuple):
+    """Free runs and the slots between them, offset to bytes each."""
+
+    runs: dict[int, int]
+    slots: dict[int, int]
+
+
 class Pool:
     """A mapping of ``capacity_bytes`` (rounded down to whole pages of 4096) and the allocator over it.
 
@@ -136,8 +143,8 @@ class Pool:
         size = align_up(num_bytes)
         starts = islice(chain.from_iterable(self._bins[size] for size in reversed(self._bin_sizes)), _NUM_STARTS)
         windows = [window for start in starts if (window := self._window(start, size, is_movable))]
-        windows.sort(key=lambda window: sum(window[1].values()))
-        is_free = any(self._empty(*window, move) for window in windows[:_NUM_WINDOWS])
+        windows.sort(key=lambda window: sum(window.slots.values()))
+        is_free = any(self._empty(window, move) for window in windows[:_NUM_WINDOWS])
         return self.allocate(num_bytes) if is_free else None
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
@@ -201,13 +208,10 @@ class Pool:
         if descriptor is not None:
             os.close(descriptor)
 
-    def _window(
-        self, start: int, size: int, is_movable: Callable[[int], bool]
-    ) -> tuple[dict[int, int], dict[int, int]] | None:
-        # The free runs, and the slots between them, that begin with the run at start and are at least size together.
-        runs: dict[int, int] = {}
-        slots: dict[int, int] = {}
-        end = start
+    def _window(self, start: int, size: int, is_movable: Callable[[int], bool]) -> _Window | None:
+        # That of at least ``size`` bytes which begins with the run at ``start``.
+        window, end = _Window({}, {}), start
+        runs, slots = window
         while end - start < size:
             if (run_bytes := self._free_start.get(end)) is not None:
                 runs[end] = run_bytes
@@ -217,10 +221,11 @@ class Pool:
                 end += slots[end]
             else:
                 return None
-        return runs, slots
+        return window
 
-    def _empty(self, runs: dict[int, int], slots: dict[int, int], move: Callable[[int, int, int], None]) -> bool:
+    def _empty(self, window: _Window, move: Callable[[int, int, int], None]) -> bool:
         # Make one free run of a window, if there are places outside for all its slots.
+        runs, slots = window
         for run, run_bytes in runs.items():
             self._remove_free(run, run_bytes)
         places: dict[int, int] = {}  # slot -> where it goes

@@ -125,20 +125,15 @@ class Transfer:
         """Whether no copy is under way."""
         return self.num_begun == self.num_ended
 
-    def save(self, items: Sequence[SaveItem]) -> SaveReport:
+    def save(self, items: Sequence[SaveItem]) -> Iterator[SaveReport]:
         """Store ``items`` (chains, heads first): one reserve, one copy of all pages, one commit (rows 3, 12).
 
-        More than some 100 MB go in parts, so that tiers write the first while the next is copied. Chunks that are
-        present, or for which there is no room, are skipped. On a device the commit comes with ``settle`` or ``wait``;
-        until then the pages must be left alone. When a copy raises, nothing of its part is stored and the error is
-        passed on. Raises Unavailable, and ValueError if an item's blocks are not those of its tokens.
+        More than some 100 MB go in parts, so that tiers write the first while the next is copied. Each part is stored
+        as its report is asked for. Chunks that are present, or for which there is no room, are skipped. On a device the
+        commit comes with ``settle`` or ``wait``; until then the pages must be left alone. When a copy raises, nothing
+        of its part is stored, those before it keep their fate, and the error is passed on. Raises Unavailable, and
+        ValueError if an item's blocks are not those of its tokens.
         """
-        reports = list(self.save_parts(items))
-        outcomes = tuple(outcome for report in reports for outcome in report.outcomes)
-        return SaveReport(outcomes, sum(report.copied_bytes for report in reports))
-
-    def save_parts(self, items: Sequence[SaveItem]) -> Iterator[SaveReport]:
-        """``save``, with the report of each part as it is done: when one raises, those before it keep their fate."""
         if any(len(item.block_ids) * self.paged.block_size != item.num_tokens for item in items):
             msg = f"a chunk's tokens must fill its blocks of {self.paged.block_size}"
             raise ValueError(msg)

@@ -8,33 +8,22 @@ from contextlib import closing
 
 import pytest
 
-from qkvault.client import StoreClient
 from qkvault.testing import DictTier, FakeClock, FaultyTier, LatencyTier, WrapperTier
 from qkvault.testing.spaces import described
 from qkvault.testing.transport_contract import (
     WAIT_SECONDS,
+    connect,
     find,
     make_driver,
     prompt,
     read,
     reserve,
     save,
+    until,
 )
 from qkvault.tiers.base import Found
 from qkvault.types import ChunkRefs, Medium
 from qkvault.wire import messages as m
-from qkvault.wire.inproc import InprocTransport
-
-
-def connect(driver):
-    return StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test"))
-
-
-def until(holds):
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -7,13 +7,20 @@ from contextlib import closing
 
 import pytest
 
-from qkvault.client import StoreClient
 from qkvault.testing import DictTier
 from qkvault.testing.spaces import described
 from qkvault.testing.store_model import ROOT, checks_of, keys_of
-from qkvault.testing.transport_contract import CHUNK_SIZE, WAIT_SECONDS, find, make_driver, prompt, read, save
+from qkvault.testing.transport_contract import (
+    CHUNK_SIZE,
+    WAIT_SECONDS,
+    connect,
+    find,
+    make_driver,
+    prompt,
+    read,
+    save,
+)
 from qkvault.types import Medium
-from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.messages import Inspected, Instance
 
 
@@ -29,7 +36,7 @@ def driver():
 
 @pytest.fixture
 def client(driver):
-    return StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test"))
+    return connect(driver)
 
 
 def inspect(client, word, **more):
@@ -79,10 +86,10 @@ def test_what_instances_describe_is_remembered(driver):
     """B211: a bounded number of spaces, the latest last, also after their instances have gone."""
     same = describe("same")
     for at in range(300):
-        client = StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test"))
+        client = connect(driver)
         client.register(Instance("i", "worker", "m", spaces=(describe(str(at)), same, describe("x" * 5000))))
         client.close()
-    status = StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test")).status()
+    status = connect(driver).status()
     assert status.instances == ()
     assert len(status.spaces) == 256
     assert status.spaces[-2:] == (describe("299"), same)

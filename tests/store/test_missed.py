@@ -11,12 +11,18 @@ from contextlib import closing
 
 import pytest
 
-from qkvault.client import StoreClient
 from qkvault.testing.store_model import ROOT
-from qkvault.testing.transport_contract import WAIT_SECONDS, find, make_driver, read, save
+from qkvault.testing.transport_contract import (
+    WAIT_SECONDS,
+    connect,
+    find,
+    make_driver,
+    read,
+    save,
+    until,
+)
 from qkvault.tiers.base import JobKind, JobResult
 from qkvault.tiers.disk import DiskTier
-from qkvault.wire.inproc import InprocTransport
 
 
 def num_stores(desk):
@@ -380,17 +386,6 @@ def faults(monkeypatch):
 
 def run(root):
     return closing(make_driver(DiskTier(root, 1 << 30, probe_seconds=0.01)))
-
-
-def connect(driver):
-    return StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test"))
-
-
-def until(holds):
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
 
 
 def found_after_restart(root, word):

@@ -167,7 +167,7 @@ class QRingBufferAdapter:
         transfer, num_left = self._transfer, len(wholes)
         try:
             transfer = self._session()
-            for report in transfer.save_parts([self._own(whole) for whole in wholes]):
+            for report in transfer.save([self._own(whole) for whole in wholes]):
                 self._count(report)
                 num_left -= len(report.outcomes)
         except Exception as error:  # thread top: what is not stored is a later miss

@@ -98,8 +98,7 @@ class Leaving:
             self.num_doomed += not entry.doom
             entry.doom = reason
             return
-        self.num_doomed -= bool(entry.doom)
-        entry.doom = ""
+        self._pardon(entry)
         if entry.state is ChunkState.READY:
             self.room.take(entry)
             self.ledger.removed(entry, Medium.RAM, RAM, reason)
@@ -109,13 +108,16 @@ class Leaving:
             self.tiering.delete(entry, reason)
         self.index.prune(entry)
 
+    def _pardon(self, entry: Entry) -> None:
+        self.num_doomed -= bool(entry.doom)
+        entry.doom = ""
+
     def _settle(self, entry: Entry) -> None:
         # What is due once nobody needs the slot any more.
         if entry.pins:
             return
         if entry.doom == SUPERSEDED and not any(each.is_usable for each in self.index.longer_siblings(entry)):
-            entry.doom = ""  # the longer one has gone first
-            self.num_doomed -= 1
+            self._pardon(entry)  # the longer one has gone first
             self.tiering.miss(entry)
         if entry.doom:
             self._doom(entry, entry.doom)
@@ -135,6 +137,5 @@ class Leaving:
 
     def _leave(self, entry: Entry) -> None:
         if entry.doom and not entry.pins and not entry.is_somewhere:  # it was evicted before its turn
-            self.num_doomed -= 1
-            entry.doom = ""
+            self._pardon(entry)
         self.index.prune(entry)

@@ -34,6 +34,7 @@ from qkvault.testing.store_model import ROOT, ModelChunk, checks_of, chunks_of, 
 from qkvault.testing.wrappers import FaultyTier
 from qkvault.tiers.base import Tier
 from qkvault.types import ChunkRefs, Medium, Outcome
+from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.messages import Located, Reserved
 from qkvault.wire.transport import Transport
 
@@ -58,6 +59,19 @@ def make_driver(
     pool = Pool(pool_bytes, name="qkvault-test", prefault=False)
     manager = StorageManager(pool, Residents(LruPolicy, pool.capacity_bytes), books, lease_seconds=lease_seconds)
     return StoreDriver(manager, tiers, clock=clock, traits=traits or Traits())
+
+
+def connect(driver: StoreDriver, client: str = "test") -> StoreClient:
+    """A client in the driver's process. The caller closes it."""
+    return StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, client))
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for that, as long as nothing is wrong."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.001)
 
 
 def prompt(word: str) -> list[ModelChunk]:

@@ -197,11 +197,11 @@ def test_a_save_that_failed_is_tried_again(toy, toy_engine, prompts, log_lines):
 
     engine.step()
     transfer = engine.worker._worker._session()
-    whole = transfer.save_parts
-    transfer.save_parts = fail
+    whole = transfer.save
+    transfer.save = fail
     while not failures:
         engine.step()
-    transfer.save_parts = whole
+    transfer.save = whole
     engine.run()
     assert engine.num_cached(prompt + toy.text_of(prompt, 200)) == 288
     assert [line for line in log_lines if "save_failed" in line]

@@ -180,7 +180,7 @@ class WorkerSide:
         outcomes: list[Outcome] = []  # of the items before what raises
         num_bytes = 0
         try:
-            for part in self._session().save_parts(items):
+            for part in self._session().save(items):
                 outcomes += part.outcomes
                 num_bytes += part.copied_bytes
         except Exception as error:  # thread top: what is not stored is a later miss
