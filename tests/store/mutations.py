@@ -23,6 +23,8 @@ RESIDENTS, TIERING, SESSIONS = "store/residents.py", "store/tiering.py", "store/
 TIER_JOBS = "store/tier_jobs.py"
 CONNECTION, LISTEN, REMOTE, SOCKETS = "wire/connection.py", "wire/listen.py", "wire/remote.py", "wire/sockets.py"
 
+TIMEOUT_SECONDS = 600  # the suite takes a third of it on two cores
+
 # name: file, what stands there (once), what stands there instead
 MUTATIONS = {
     "reserve makes READY": (
@@ -476,12 +478,16 @@ def copy_tree(folder: Path) -> None:
 
 def first_failure(folder: Path, *tests: str) -> str:
     """The first test that fails, or nothing."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:randomly", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-o", "faulthandler_timeout=0", *tests],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(folder / "src")},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, "-o", "faulthandler_timeout=0", *tests],
+            cwd=folder, env=os.environ | {"PYTHONPATH": str(folder / "src")},
+            capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        begun = re.findall(rb"^tests/(\S+::\S+)", error.stdout or b"", re.MULTILINE)
+        return f"{begun[-1].decode()} does not end" if begun else "does not begin"
     if done.returncode == 0:
         return ""
     found = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.MULTILINE)

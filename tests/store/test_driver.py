@@ -148,13 +148,15 @@ class TestReading:
         for reader in readers:
             reader.start()
         client = connect(driver)
-        for _ in range(15):
-            for word in words:
-                save(client, word)
-            driver.check()
-        is_over.set()
-        for reader in readers:
-            reader.join()
+        try:
+            for _ in range(15):
+                for word in words:
+                    save(client, word)
+                driver.check()
+        finally:
+            is_over.set()
+            for reader in readers:
+                reader.join()
         assert wrong == []
         assert 0 in seen
         assert max(seen) >= 64

@@ -362,13 +362,15 @@ def test_whatever_one_sends_the_others_are_answered(kind, tmp_path, caplog, unti
         watcher.start()
         deadline, rounds, grown_bytes = time.monotonic() + SECONDS, 0, 0
         before_bytes = process.memory_info().rss
-        while time.monotonic() < deadline and not wrong:
-            fuzzer.step()
-            rounds += 1
-            if rounds % 50 == 0:
-                grown_bytes = max(grown_bytes, process.memory_info().rss - before_bytes)
-        is_over.set()
-        watcher.join()
+        try:
+            while time.monotonic() < deadline and not wrong:
+                fuzzer.step()
+                rounds += 1
+                if rounds % 50 == 0:
+                    grown_bytes = max(grown_bytes, process.memory_info().rss - before_bytes)
+        finally:
+            is_over.set()
+            watcher.join()
         fuzzer.close()
         said = f"seed {SEED}, {rounds} rounds, slowest {slowest[0]:.2f} s, grown by {grown_bytes >> 20} MB"
         sys.stdout.write(said + "\n")
