@@ -216,7 +216,7 @@ def test_queries_and_kv_of_a_prompt_do_not_mix(model):
     kv = Transfer(model.client, model.kv_paged, SPACE)
     prefix = model.prefixes["a"]
     assert prefix.find(model.client).ready.num_tokens == 0
-    report = kv.save(prefix.save_items(0, 64, model.kv.prefill(tokens), BLOCK))
+    (report,) = kv.save(prefix.save_items(0, 64, model.kv.prefill(tokens), BLOCK))
     assert [outcome.value for outcome in report.outcomes] == ["reserved"] * 2
     located = prefix.find(model.client)
     table = model.kv.allocate(64)
