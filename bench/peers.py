@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from bench.children import Child
 from bench.geometry import CHUNK_TOKENS, Geometry
 from bench.report import Screen
 from bench.rig import require_memory
-from bench.samples import Skip
+from bench.samples import Row, Skip
 from bench.settings import Settings
 
 LMCACHE: Final = "LMCache, in process"
@@ -46,6 +47,19 @@ QUIET: Final = {
     "PYTHONHASHSEED": "0",  # its default keys are Python's hash()
 }
 READY_SECONDS: Final = 180.0
+
+
+def with_peers_or_without(
+    settings: Settings, screen: Screen, name: str, run: Callable[[Settings], list[Row]]
+) -> list[Row]:
+    """What ``run`` finds, measured again without peers if it could not be with them: ours is not lost with theirs."""
+    tries = [settings] if settings.peer_venv is None else [settings, replace(settings, peer_venv=None)]
+    for each in tries:
+        try:
+            return run(each)
+        except Skip as reason:
+            screen.skip(name, str(reason))
+    return []
 
 
 @contextlib.contextmanager

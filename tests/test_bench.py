@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bench import peers
 
 ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("torch", reason="the benches copy tensors")
@@ -269,3 +270,26 @@ def test_the_list_names_every_bench():
         "ttft",
         "capture",
     ]
+
+
+def test_what_fails_with_peers_is_measured_without_them(tmp_path):
+    """A peer that fails in the middle of a bench takes its own rows with it, and is told."""
+    skipped, told = [], peers.Skip("it found nothing")
+
+    class Told:
+        def skip(self, case, reason):
+            skipped.append((case, reason))
+
+    def run(settings):
+        if settings.peer_venv is not None:
+            raise told
+        return ["ours"]
+
+    def never(_):
+        raise told
+
+    settings = peers.Settings(peer_venv=tmp_path)
+    assert peers.with_peers_or_without(settings, Told(), "disk", run) == ["ours"]
+    assert skipped == [("disk", "it found nothing")]
+    assert peers.with_peers_or_without(peers.Settings(), Told(), "disk", never) == []
+    assert len(skipped) == 2

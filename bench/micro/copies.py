@@ -15,10 +15,10 @@ import torch
 from bench import children
 from bench.children import Child
 from bench.geometry import Bytes, Geometry, Pages, copy_all, geometries, piece_copies
-from bench.peers import lmcache_engines
+from bench.peers import lmcache_engines, with_peers_or_without
 from bench.report import Screen
 from bench.rig import Rig, own_store, pool_bytes, require_memory
-from bench.samples import Case, Measure, Role, Row, Skip, Target, Unit, measure
+from bench.samples import Case, Measure, Role, Row, Target, Unit, measure
 from bench.settings import Settings
 from qkvault.pool import Pool
 
@@ -66,10 +66,8 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
     rows: list[Row] = []
     for geometry in geometries(settings):
         for is_random in (True, False):
-            try:
-                rows += _one(settings, screen, geometry, is_random=is_random)
-            except Skip as reason:
-                screen.skip(f"copy, {geometry.name}", str(reason))
+            one = functools.partial(_one, screen=screen, geometry=geometry, is_random=is_random)
+            rows += with_peers_or_without(settings, screen, f"copy, {geometry.name}", one)
     return rows
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from bench import children
 from bench.children import Child
 from bench.geometry import CHUNK_TOKENS, Geometry, Pages, geometries
-from bench.peers import lmcache_disks
+from bench.peers import lmcache_disks, with_peers_or_without
 from bench.rawfiles import RawFiles, drop_page_cache
 from bench.report import Screen
 from bench.rig import Rig, own_store, pool_bytes, require_memory
@@ -45,10 +45,9 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
     """All rows."""
     rows: list[Row] = []
     for geometry in geometries(settings):
-        try:
-            rows += _one(settings, screen, geometry)
-        except Skip as reason:
-            screen.skip(f"disk, {geometry.name}", str(reason))
+        rows += with_peers_or_without(
+            settings, screen, f"disk, {geometry.name}", functools.partial(_one, screen=screen, geometry=geometry)
+        )
     return [*rows, _scans(settings, screen)]
 
 

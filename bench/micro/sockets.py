@@ -21,10 +21,10 @@ from bench.geometry import Geometry, Pages, geometries
 from bench.micro.copies import PROMPTS, copy_rows
 from bench.micro.lookups import DICT, HASHING, THIN, WAYS, Lookups, lookup_rows
 from bench.micro.server import ECHO_BYTES
-from bench.peers import LMCACHE_SERVER, lmcache_servers
+from bench.peers import LMCACHE_SERVER, lmcache_servers, with_peers_or_without
 from bench.report import Screen
 from bench.rig import Rig, own_store, pool_bytes, require_memory
-from bench.samples import Case, Measure, Role, Row, Sample, Series, Skip, Target, Unit, measure
+from bench.samples import Case, Measure, Role, Row, Sample, Series, Target, Unit, measure
 from bench.settings import Settings
 from qkvault.client import StoreClient
 from qkvault.config import Config
@@ -58,10 +58,8 @@ def run(settings: Settings, screen: Screen) -> list[Row]:
     """All rows."""
     rows: list[Row] = []
     for geometry in geometries(settings):
-        try:
-            rows += _copies(settings, screen, geometry)
-        except Skip as reason:
-            screen.skip(f"socket, {geometry.name}", str(reason))
+        one = functools.partial(_copies, screen=screen, geometry=geometry)
+        rows += with_peers_or_without(settings, screen, f"socket, {geometry.name}", one)
     count = settings.sizes.prompt_tokens
     with lmcache_servers(settings, screen, THIN, count, names=(LMCACHE_SERVER,)) as peers:
         return [*rows, *_lookups(settings, screen, peers), _round_trips(settings, screen, peers)]
