@@ -82,6 +82,17 @@ def test_what_is_read_goes_when_its_readers_are_done(desk):
     assert desk.save("aa") == 1
 
 
+def test_what_a_longer_one_replaced_while_it_was_read_goes_too(desk):
+    """B290: it is not kept in place of the longer one, which has gone as well."""
+    desk.save("aab")
+    held = desk.find("aab")
+    desk.save("aabb", start=1)
+    assert forget(desk, "aabb") == 3
+    desk.release(held)
+    desk.settle()
+    assert len(desk.store.index) == 0
+
+
 def test_what_is_written_never_appears(desk):
     """B290."""
     reserved = desk.reserve("aabb")
