@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench import peers
 
 ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip("torch", reason="the benches copy tensors")
@@ -274,6 +273,8 @@ def test_the_list_names_every_bench():
 
 def test_what_fails_with_peers_is_measured_without_them(tmp_path):
     """A peer that fails in the middle of a bench takes its own rows with it, and is told."""
+    from bench import peers  # stands on torch
+
     skipped, told = [], peers.Skip("it found nothing")
 
     class Told:

@@ -11,7 +11,7 @@ import pytest
 from qkvault.client import StoreClient
 from qkvault.errors import Unavailable
 from qkvault.link import Link
-from qkvault.testing.transport_contract import find, make_driver, read, save
+from qkvault.testing.transport_contract import find, make_driver, read, save, until
 from qkvault.wire.messages import Instance
 from qkvault.wire.server import SocketServer
 from qkvault.wire.sockets import SocketTransport
@@ -24,13 +24,6 @@ INSTANCE = Instance("engine", "worker", "model")
 def serving(address, epoch=1):
     with closing(make_driver()) as driver, closing(SocketServer(driver, driver.pool, address, epoch=epoch)):
         yield driver
-
-
-def until(holds):
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.001)
 
 
 def instances_of(driver):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from contextlib import ExitStack, closing, suppress
 
 import pytest
 
 from qkvault.client import StoreClient
-from qkvault.testing import DictTier
+from qkvault.testing import DictTier, transport_contract
 from qkvault.testing.transport_contract import WAIT_SECONDS, make_driver
 from qkvault.wire import codec
 from qkvault.wire import messages as m
@@ -123,13 +122,7 @@ def is_cut_off():
 def until():
     """Wait for a condition."""
 
-    def until(holds):
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not holds():
-            assert time.monotonic() < deadline, "it did not come about"
-            time.sleep(0.001)
-
-    return until
+    return transport_contract.until
 
 
 class FakeServer:

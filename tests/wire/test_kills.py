@@ -17,10 +17,8 @@ from contextlib import closing
 import psutil
 import pytest
 
-from qkvault.client import StoreClient
 from qkvault.image import key_in
-from qkvault.testing.transport_contract import WAIT_SECONDS, find, make_driver, prompt, read, save
-from qkvault.wire.inproc import InprocTransport
+from qkvault.testing.transport_contract import WAIT_SECONDS, connect, find, make_driver, prompt, read, save
 from qkvault.wire.server import SocketServer
 
 ROUNDS = int(os.environ.get("QKV_KILLS", "20"))
@@ -125,7 +123,7 @@ def served(request, tmp_path):
     with (
         closing(make_driver(pool_bytes=6 * 8192, lease_seconds=60.0)) as driver,
         closing(SocketServer(driver, driver.pool, address, epoch=7)) as server,
-        closing(StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "test"))) as client,
+        closing(connect(driver)) as client,
     ):
         yield driver, server.address, client
         driver.check()
@@ -143,7 +141,7 @@ def test_nobody_reads_a_byte_of_a_client_that_is_killed(served):
     is_over, wrong, seen = threading.Event(), [], []
 
     def read_on():
-        with closing(StoreClient(InprocTransport(driver, driver.pool, driver.wait_change, "reader"))) as reader:
+        with closing(connect(driver, "reader")) as reader:
             while not is_over.is_set():
                 for word in WORDS:
                     located = find(reader, word)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
+
+from qkvault.testing.transport_contract import until
 
 pytestmark = pytest.mark.vllm
 
@@ -214,13 +215,6 @@ def test_a_store_that_is_closed_under_the_connector_costs_hits_only(toy_engine, 
     assert 0 < len(log_lines) <= 6
     assert engine.violations == []
     assert engine.scheduler.requests == {}
-
-
-def until(holds):
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.001)
 
 
 class TestOverTheSocket:

@@ -8,6 +8,8 @@ from contextlib import closing
 
 import pytest
 
+from qkvault.testing.transport_contract import until
+
 pytestmark = pytest.mark.vllm
 
 ROLES = ["scheduler", "worker"]
@@ -31,13 +33,6 @@ def serve(address, tmp_path):
 def roles_at(server):
     with closing(server.connect("test")) as client:
         return sorted(each.instance.role for each in client.status().instances)
-
-
-def until(holds):
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def test_an_engine_is_registered_when_it_has_started(toy_engine, serve, address):
