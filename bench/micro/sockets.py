@@ -19,7 +19,7 @@ from bench import children
 from bench.children import Child
 from bench.geometry import Geometry, Pages, geometries
 from bench.micro.copies import PROMPTS, copy_rows
-from bench.micro.lookups import DICT, HASHING, THIN, WAYS, Lookups, lookup_rows
+from bench.micro.lookups import THIN, WAYS, Lookups, lookup_rows
 from bench.micro.server import ECHO_BYTES
 from bench.peers import LMCACHE_SERVER, lmcache_servers, with_peers_or_without
 from bench.report import Screen
@@ -89,19 +89,12 @@ def _copies(settings: Settings, screen: Screen, geometry: Geometry) -> list[Row]
 def _lookups(settings: Settings, screen: Screen, peers: dict[str, Child]) -> list[Row]:
     count, rounds = settings.sizes.prompt_tokens, settings.sizes.short_rounds
     ram_bytes = pool_bytes(THIN, count, prompts=1.3)
-    kept, back, ids, none = (f"lookup, {count // 1024}k tokens, {how}" for how in WAYS)
+    kept, *_, ids, none = names = [f"lookup, {count // 1024}k tokens, {how}" for how in WAYS]
     with other_process(ram_bytes) as (client, _):
         pages = Pages(THIN, count, is_random=False, seed=settings.seed)
         rig = Rig(Config(ram_bytes=ram_bytes, instance_id="bench"), client, pages, settings.seed)
         work = Lookups(rig, settings.seed)
-        group = [
-            Case(kept, "QKVault", Role.OURS, work.by_keys),
-            Case(kept, DICT, Role.LIMIT, work.in_dict),
-            Case(back, "QKVault", Role.OURS, work.give_back),
-            Case(ids, "QKVault", Role.OURS, work.by_ids),
-            Case(ids, HASHING, Role.LIMIT, work.hash_ids),
-            Case(none, "QKVault", Role.OURS, work.by_ids_none),
-        ]
+        group = work.own_cases(names)
         for name, peer in peers.items():
             children.ask(peer, do="renew")
             children.ask(peer, do="store")
