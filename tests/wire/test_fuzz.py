@@ -329,6 +329,7 @@ def watch(client, is_over, slowest, wrong):
         slowest[0] = max(slowest[0], time.monotonic() - start)
 
 
+@pytest.mark.timeout(SECONDS + 120)
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_whatever_one_sends_the_others_are_answered(kind, tmp_path, caplog, until):
     """B256: random bytes, spoilt and huge and slow frames, data that lies, crowds that say nothing."""

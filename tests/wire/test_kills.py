@@ -22,6 +22,7 @@ from qkvault.testing.transport_contract import WAIT_SECONDS, connect, find, make
 from qkvault.wire.server import SocketServer
 
 ROUNDS = int(os.environ.get("QKV_KILLS", "20"))
+pytestmark = pytest.mark.timeout(300 + 5 * ROUNDS)
 WORDS = ["aabbcc", "aabbdd", "xxyyz", "qq"]
 AT_ONCE_SECONDS = 2.0  # on a machine that others use as well
 
