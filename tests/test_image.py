@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,9 @@ from qkvault.types import GRAIN_TOKENS, KEY_BYTES, SKETCH_BYTES, TOKEN_BYTES, Ch
 
 PAYLOAD_BYTES = 5000
 GRAIN_BYTES = GRAIN_TOKENS * TOKEN_BYTES
+GROUP_BYTES = 32 * 4152  # that the check sum of a payload adds up
+PAYLOAD = os.urandom(3 * GROUP_BYTES + 4096)
+PAYLOAD_CHECK = img.payload_check_of(memoryview(PAYLOAD))
 
 tokens_of = st.integers(1, 256).flatmap(lambda n: st.binary(min_size=n * TOKEN_BYTES, max_size=n * TOKEN_BYTES))
 keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES).map(ChunkKey)
@@ -75,22 +79,49 @@ def test_a_sealed_image_is_whole_and_an_unsealed_one_is_not():
     assert header.payload_check == img.payload_check_of(payload)
 
 
-@given(st.binary(min_size=0, max_size=3000))
-def test_a_payloads_check_sum_is_that_of_its_specification(payload):
-    """Sums of 512-byte sectors modulo 2**64, crc32 over them and over the rest."""
-    whole = len(payload) // 512 * 512
+@pytest.mark.parametrize("num_bytes", [0, 7, 4152, GROUP_BYTES - 1, GROUP_BYTES, 2 * GROUP_BYTES + 4099])
+def test_a_payloads_check_sum_is_that_of_its_specification(num_bytes):
+    """Sums modulo 2**64 over 32 spans of 519 words, crc32 over them and over the rest."""
+    payload = os.urandom(num_bytes)
+    whole = num_bytes // GROUP_BYTES * GROUP_BYTES
     sums = b""
-    for start in range(0, whole, 512):
-        words = [int.from_bytes(payload[at : at + 8], "little") for at in range(start, start + 512, 8)]
-        sums += (sum(words) % 2**64).to_bytes(8, "little")
+    for start in range(0, whole, GROUP_BYTES):
+        for at in range(start, start + 4152, 8):
+            words = [
+                int.from_bytes(payload[word : word + 8], "little") for word in range(at, start + GROUP_BYTES, 4152)
+            ]
+            assert len(words) == 32
+            sums += (sum(words) % 2**64).to_bytes(8, "little")
     assert img.payload_check_of(memoryview(payload)) == zlib.crc32(payload[whole:], zlib.crc32(sums))
 
 
-def test_sectors_that_changed_places_are_detected():
+@pytest.mark.parametrize("unit_bytes", [8, 64, 512, 4096, 1 << 15])
+def test_pieces_that_changed_places_are_detected(unit_bytes):
     """A misdirected write leaves every word as it was, elsewhere."""
-    payload = os.urandom(2048)
-    moved = payload[512:1024] + payload[:512] + payload[1024:]
-    assert img.payload_check_of(memoryview(payload)) != img.payload_check_of(memoryview(moved))
+    payload = os.urandom(1 << 20)
+    right = img.payload_check_of(memoryview(payload))
+    for distance in range(1, 1 + min(600, len(payload) // unit_bytes - 1)):
+        moved = bytearray(payload)
+        at = distance * unit_bytes
+        moved[:unit_bytes], moved[at : at + unit_bytes] = payload[at : at + unit_bytes], payload[:unit_bytes]
+        is_unseen = at % 4152 == 0 and at + unit_bytes <= GROUP_BYTES
+        assert (img.payload_check_of(memoryview(moved)) == right) == is_unseen
+
+
+@given(st.data())
+def test_any_two_changes_within_a_page_are_detected(data):
+    """Sums of sectors let words of one sector change places, and two bits flip that cancel one another."""
+    payload = bytearray(PAYLOAD)
+    page = data.draw(st.integers(0, len(payload) // 4096 - 1)) * 4096
+    one, other = data.draw(st.lists(st.integers(0, 511), min_size=2, max_size=2, unique=True))
+    words = np.frombuffer(payload, dtype="<u8")[page // 8 : page // 8 + 512]
+    before = words.copy()
+    if data.draw(st.booleans()):
+        words[[one, other]] = words[[other, one]]
+    else:
+        words[[one, other]] ^= np.uint64(1) << np.uint64(data.draw(st.integers(0, 63)))
+    assert (words != before).any()
+    assert img.payload_check_of(memoryview(payload)) != PAYLOAD_CHECK
 
 
 @given(st.data())
@@ -134,7 +165,7 @@ def test_foreign_bytes_are_refused_with_a_value_error(junk):
         img.read_header(memoryview(junk))
 
 
-@pytest.mark.parametrize("version", [0, 2, 65535])
+@pytest.mark.parametrize("version", [0, 1, 3, 65535])
 def test_another_format_version_is_refused_by_name(version):
     image = make_image(make_header())
     image[4:6] = version.to_bytes(2, "little")
