@@ -74,6 +74,8 @@ class _Held(NamedTuple):
 class CacheEngine:
     """One engine over one set of paged tensors. Calls are to come from one thread at a time.
 
+    A call hashes its tokens; ``retrieve`` with the id of a lookup takes that one's hashes.
+
     Nothing of the cache is an error to store, lookup and retrieve: what cannot be had is a shorter result, and a store
     that cannot be reached holds nothing. ValueError is for wrong arguments. Orders (``freeze``, ``set_hot_cache``,
     ``clear``) and ``is_frozen`` raise Unavailable, since who gives one must know that it was not heard.
@@ -116,11 +118,11 @@ class CacheEngine:
     ) -> StoreResult:
         """Store the tensors of ``tokens``, which lie in ``block_ids`` in order: whole chunks and whole blocks.
 
-        ``mask`` is F..FT..T; a masked chunk is hashed, not stored (rows 15, 16). When room runs out fewer chunks are
-        stored (row 11), and none of a request that cannot be cached: the result says why. Blocks may be overwritten
-        afterwards. Raises ValueError for a misaligned mask or few blocks.
+        ``mask`` is F..FT..T with Falses in whole blocks; a chunk all of which is masked is hashed, not stored (rows
+        15, 16). When room runs out fewer chunks are stored (row 11), and none of a request that cannot be cached: the
+        result says why. Blocks may be overwritten afterwards. Raises ValueError for a misaligned mask or few blocks.
         """
-        num_masked = num_masked_tokens(mask, len(tokens), self._space.chunk_size)
+        num_masked = self._num_masked(mask, len(tokens)) // self._space.chunk_size * self._space.chunk_size
         end = self._whole_blocks(len(tokens))
         if not self.config.save_partial_chunks:
             end = end // self._space.chunk_size * self._space.chunk_size
@@ -184,12 +186,12 @@ class CacheEngine:
     ) -> torch.Tensor:
         """Load what is cached of ``tokens`` into ``block_ids``. Returns bool ``[len(tokens)]``: it is there (row 26).
 
-        Masked tokens are not loaded, nor marked. Waits for chunks on their way, at most ``load_deadline_seconds``. At
-        the first chunk that fails it stops: everything after it is void (rows 28, 29). ``lookup_id`` takes what an
-        earlier lookup of these tokens holds, and releases it. Only blocks of found tokens that are not masked are
-        written. Raises ValueError for a misaligned mask or too few blocks.
+        Masked tokens (whole blocks) are not loaded, nor marked. Waits for chunks on their way, at most
+        ``load_deadline_seconds``. At the first chunk that fails it stops: everything after it is void (rows 28, 29).
+        ``lookup_id`` takes what an earlier lookup of these tokens holds, and releases it. Only blocks of found tokens
+        that are not masked are written. Raises ValueError for a misaligned mask or too few blocks.
         """
-        num_masked = num_masked_tokens(mask, len(tokens), self._space.chunk_size)
+        num_masked = self._num_masked(mask, len(tokens))
         limit = self._whole_blocks(len(tokens))
         _require_blocks(block_ids, limit, self._paged.block_size)
         request = self.stats.on_retrieve_request(len(tokens) - num_masked)
@@ -341,6 +343,9 @@ class CacheEngine:
         return self._reach(
             lambda: self._loader.load(held.located, num_masked, promised, block_ids, min_tokens=least), none
         )
+
+    def _num_masked(self, mask: Mask | None, num_tokens: int) -> int:
+        return num_masked_tokens(mask, num_tokens, self._paged.block_size, unit="block")
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._paged.block_size * self._paged.block_size

@@ -380,10 +380,10 @@ def _ends_of(hashes: Sequence[bytes], offsets: Sequence[int] | None) -> list[int
     return ends
 
 
-def num_masked_tokens(mask: Mask | None, num_tokens: int, chunk_size: int) -> int:
+def num_masked_tokens(mask: Mask | None, num_tokens: int, unit_tokens: int, *, unit: str = "chunk") -> int:
     """How many leading tokens ``mask`` leaves out (rows 15, 16); None leaves out none.
 
-    Raises ValueError unless it is F...FT...T, one for each token, with Falses in whole chunks.
+    Raises ValueError unless it is F...FT...T, one for each token, with Falses in whole units (chunks or blocks).
     """
     if mask is None:
         return 0
@@ -392,7 +392,7 @@ def num_masked_tokens(mask: Mask | None, num_tokens: int, chunk_size: int) -> in
     if values.shape != (num_tokens,) or values[:num_falses].any():
         msg = f"a mask is F...FT...T, one for each of the {num_tokens} tokens"
         raise ValueError(msg)
-    if num_falses % chunk_size:
-        msg = "The number of Falses in the mask is not a multiple of the chunk size."
+    if num_falses % unit_tokens:
+        msg = f"The number of Falses in the mask is not a multiple of the {unit} size."
         raise ValueError(msg)
     return num_falses

@@ -64,7 +64,7 @@ def test_only_blocks_between_the_mask_and_the_hit_are_written(
     layout = msgspec.structs.replace(layout, block_size=block_size, chunk_size=chunk_size)
     site = make_site(make_cache(), layout)
     length = 3 * chunk_size
-    local_hits = range(0, length + 1, chunk_size)
+    local_hits = range(0, length + 1, block_size)
     for local_hit, stored in itertools.product(local_hits, range(0, length + 1, block_size)):
         tokens = make_tokens(length + 5)
         site.store(tokens[:stored])

@@ -91,9 +91,17 @@ def test_masked_chunks_are_hashed_and_not_stored(site, make_tokens):
     assert site.retrieve(tokens) == 4 * CHUNK
 
 
-@pytest.mark.parametrize("mask", [mask_of(BLOCK, 128), mask_of(63, 128), [True] + [False] * 127, [True] * 127])
+def test_a_chunk_some_of_which_is_not_masked_is_stored(site, make_tokens):
+    """B15: a mask ends at any block; what is stored begins with the chunk that it ends in."""
+    tokens = make_tokens(4 * CHUNK)
+    assert site.store(tokens, mask_of(2 * CHUNK + BLOCK, len(tokens))).stored_tokens == 2 * CHUNK
+    assert site.store(tokens[: 3 * CHUNK], mask_of(3 * CHUNK, 3 * CHUNK)).stored_tokens == 0
+    assert site.store(tokens).present_tokens == 2 * CHUNK
+
+
+@pytest.mark.parametrize("mask", [mask_of(BLOCK - 1, 128), mask_of(63, 128), [True] + [False] * 127, [True] * 127])
 @pytest.mark.parametrize("method", ["store", "retrieve"])
-def test_a_mask_that_is_not_whole_chunks_of_falses_first_is_refused(site, make_tokens, cache, method, mask):
+def test_a_mask_that_is_not_whole_blocks_of_falses_first_is_refused(site, make_tokens, cache, method, mask):
     """B16: ValueError, and nothing is stored, counted or leased."""
     table = site.fake.allocate(128)
     with pytest.raises(ValueError, match=r"mask|Falses"):
