@@ -26,7 +26,8 @@ def open_client(config: Config, client: str, *, address: str | None = None) -> S
     """A session with the store at ``address``; without it at ``address_of(config)``.
 
     ``client`` is a name for the server's logs. Blocks for ``config.timeout_seconds`` at most. Raises
-    ConfigError for an address or certificate that cannot be used, Unavailable if no store answers or it refuses us,
+    ConfigError for an address or certificate that cannot be used, or a token that would go to another machine in clear
+    text, Unavailable if no store answers or it refuses us,
     and ProtocolError if it speaks another protocol.
     """
     return StoreClient(open_transport(config, client, address=address))
@@ -38,16 +39,29 @@ def open_transport(config: Config, client: str, *, address: str | None = None) -
     where = parse_address(chosen)
     if where.is_unix:
         return SocketTransport(chosen, client, timeout_seconds=config.timeout_seconds)
-    tls = None if config.tls_ca_path is None else client_tls(config.tls_ca_path)
+    tls = tls_for(config, where)
     return RemoteTransport(chosen, client, timeout_seconds=config.timeout_seconds, token=config.token, tls=tls)
 
 
-def client_tls(ca_path: str) -> ssl.SSLContext:
-    """What a client of TCP checks the server by. Raises ConfigError if the file is no certificate."""
+def tls_for(config: Config, where: Address) -> ssl.SSLContext | None:
+    """What a client checks the server at ``where`` by; None: they speak without TLS.
+
+    Raises ConfigError if ``tls_ca_path`` is no certificate, or a token would go to another machine in clear text.
+    """
+    if where.is_unix:
+        return None
+    if config.tls_ca_path is None:
+        if config.token and not (where.is_local or config.insecure):
+            msg = (
+                f"the token would go to {where} in clear text: set tls_ca_path to the certificate of that server, or "
+                "set insecure if all of that network may know the token"
+            )
+            raise ConfigError(msg)
+        return None
     try:
-        return ssl.create_default_context(cafile=ca_path)
+        return ssl.create_default_context(cafile=config.tls_ca_path)
     except OSError as error:  # SSLError is one
-        msg = f"tls_ca_path={ca_path!r} cannot be used: {error}"
+        msg = f"tls_ca_path={config.tls_ca_path!r} cannot be used: {error}"
         raise ConfigError(msg) from error
 
 
