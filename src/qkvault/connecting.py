@@ -9,6 +9,7 @@ import os
 import ssl
 import stat
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +17,13 @@ from qkvault.address import UNIX_SCHEME, Address, parse_address
 from qkvault.client import StoreClient
 from qkvault.config import Config
 from qkvault.errors import ConfigError
+from qkvault.logs import get_logger
+from qkvault.wire.messages import Welcome
 from qkvault.wire.remote import RemoteTransport
 from qkvault.wire.sockets import SocketTransport
 
 SERVER_NAME: Final = "server"
+_log = get_logger("connecting")
 
 
 def open_client(config: Config, client: str, *, address: str | None = None) -> StoreClient:
@@ -41,6 +45,36 @@ def open_transport(config: Config, client: str, *, address: str | None = None) -
         return SocketTransport(chosen, client, timeout_seconds=config.timeout_seconds)
     tls = tls_for(config, where)
     return RemoteTransport(chosen, client, timeout_seconds=config.timeout_seconds, token=config.token, tls=tls)
+
+
+def engine_sessions(config: Config, client: str) -> Callable[[], StoreClient]:
+    """Opens sessions of an engine, as ``open_client`` does. What of the server's settings does not fit is told once."""
+    told: set[str] = set()
+
+    def connect() -> StoreClient:
+        transport = open_transport(config, client)
+        for misfit in set(misfits(config, transport.welcome)) - told:
+            told.add(misfit)
+            _log.warning("server_does_not_fit", address=transport.address, why=misfit)
+        return StoreClient(transport)
+
+    return connect
+
+
+def misfits(config: Config, welcome: Welcome) -> Iterator[str]:
+    """What of the server's settings does not fit those of an engine here, what follows, and what to do."""
+    for name in ("chunk_size", "hash_algorithm"):
+        ours, theirs = getattr(config, name), getattr(welcome, name)
+        if theirs and theirs != ours:
+            yield (
+                f"{name}={ours} here, {theirs} at the server: engines with one of them find nothing that engines with "
+                "the other have stored; give all the same"
+            )
+    if 0 < welcome.lease_seconds < config.load_deadline_seconds:
+        yield (
+            f"load_deadline_seconds={config.load_deadline_seconds:g} here, lease_seconds={welcome.lease_seconds:g} at "
+            "the server: chunks could leave while they are being loaded; give the server more or the engine less"
+        )
 
 
 def tls_for(config: Config, where: Address) -> ssl.SSLContext | None:

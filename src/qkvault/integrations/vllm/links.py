@@ -8,7 +8,7 @@ from qkvault import autostart, embedded
 from qkvault.address import parse_address
 from qkvault.client import StoreClient
 from qkvault.config import Config
-from qkvault.connecting import open_client, tls_for
+from qkvault.connecting import engine_sessions, open_client, tls_for
 from qkvault.link import Link
 from qkvault.wire.messages import Instance
 
@@ -31,7 +31,7 @@ def open_link(config: Config, instance: Instance, store: embedded.EmbeddedStore 
         autostart.ensure_server(config)
         revive = autostart.Reviver(config)
     link = Link(
-        lambda: open_client(config, name),
+        engine_sessions(config, name),
         instance,
         ping_seconds=_PING_SECONDS,
         timeout_seconds=config.timeout_seconds,
