@@ -12,6 +12,7 @@ import runpy
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -151,6 +152,14 @@ def model_path() -> Path:
 def model_run() -> SimpleNamespace:
     """Models as transformers computes them: ``load_model`` and ``run_model`` of the module of that name."""
     return SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("model_run.py"))))
+
+
+@pytest.fixture
+def network() -> Iterator[Callable[[str], object]]:
+    """Puts a network before a server's address: ``Network`` of the module of that name. Closed after the test."""
+    with ExitStack() as stack:
+        make = runpy.run_path(str(Path(__file__).with_name("network.py")))["Network"]
+        yield lambda address: stack.enter_context(closing(make(address)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

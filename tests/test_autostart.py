@@ -132,6 +132,25 @@ def test_a_server_that_cannot_be_started_again_is_tried_less_and_less(tmp_path, 
     assert log.stat().st_size == said
 
 
+def test_the_log_of_a_server_that_is_started_again_and_again_does_not_grow_for_ever(tmp_path, monkeypatch):
+    """B476: a long one is put aside at the next start, and the one before it is gone."""
+    monkeypatch.setattr(autostart, "_FIRST_PAUSE_SECONDS", 0.0)
+    log, old = tmp_path / "s.log", tmp_path / "s.log.old"
+    revive = autostart.Reviver(Config(address=f"unix://{tmp_path}/s", autostart=True, ram_bytes=1 << 50))
+    log.write_bytes(b"first\n")
+    revive(lambda: False)
+    assert log.read_bytes().startswith(b"first\n")
+    assert not old.exists()
+    for begin in (b"second\n", b"third\n"):
+        log.write_bytes(begin.ljust(autostart._MAX_LOG_BYTES + 1))
+        revive = autostart.Reviver(revive._config)
+        revive(lambda: False)
+        assert old.read_bytes().startswith(begin)
+        assert b"the pool needs" in log.read_bytes()
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.lock", "s.log", "s.log.old"]
+
+
 def test_a_start_that_nobody_needs_any_more_is_not_waited_for(address):
     """B398: an engine that ends does not wait for it, nor one while another starts it."""
     config = Config(address=address, autostart=True, ram_bytes=1 << 22, prefault=False)

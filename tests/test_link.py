@@ -8,15 +8,19 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from qkvault import link as links
 from qkvault.client import StoreClient
-from qkvault.errors import Unavailable
+from qkvault.errors import DeadlineExceeded, Unavailable
 from qkvault.link import Link
 from qkvault.testing.transport_contract import find, make_driver, read, save, until
-from qkvault.wire.messages import Instance
+from qkvault.wire.messages import Instance, Lookup
+from qkvault.wire.remote import RemoteTransport
 from qkvault.wire.server import SocketServer
 from qkvault.wire.sockets import SocketTransport
 
 SOON_SECONDS = 0.2  # far less than any timeout here
+TIMEOUT_SECONDS = 0.3  # of a server that is half mute
+BACK_SECONDS = 2.0  # after that a store that is well again is used again
 INSTANCE = Instance("engine", "worker", "model")
 
 
@@ -39,6 +43,51 @@ def address(tmp_path):
 def link(address):
     with closing(Link(lambda: StoreClient(SocketTransport(address, "test")), INSTANCE, ping_seconds=0.02)) as link:
         yield link
+
+
+class Owner:
+    """Asks again and again, as an engine does, and says what that cost."""
+
+    def __init__(self, link):
+        self._link = link
+        self.num_late = 0
+        self.waited_seconds = 0.0
+
+    def ask(self):
+        """Whether something is found."""
+        started = time.monotonic()
+        try:
+            return find(self._link.session(), "aa").lease_id > 0
+        except Unavailable as error:
+            self.num_late += isinstance(error, DeadlineExceeded)
+            self._link.lost(error)
+            return False
+        finally:
+            self.waited_seconds += time.monotonic() - started
+
+    def ask_for(self, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert not self.ask()
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def far(network):
+    """A network before a server that has a chunk, and a link through it."""
+    with (
+        closing(make_driver()) as driver,
+        closing(SocketServer(driver, driver.pool, "tcp://127.0.0.1:0", epoch=1)) as server,
+    ):
+        network = network(server.address)
+        with closing(StoreClient(RemoteTransport(network.address, "test"))) as client:
+            save(client, "aa")
+
+        def connect():
+            return StoreClient(RemoteTransport(network.address, "test", timeout_seconds=TIMEOUT_SECONDS))
+
+        with closing(Link(connect, INSTANCE, ping_seconds=5.0, timeout_seconds=TIMEOUT_SECONDS)) as link:
+            yield network, link
 
 
 def test_a_store_that_is_there_is_used_from_the_first_call_on(address, link):
@@ -213,6 +262,63 @@ def test_a_store_that_is_gone_is_revived_by_the_links_own_thread(address):
     assert len(threads) == count
     assert set(threads) == {"qkvault-link"}
     assert over[0] is False
+
+
+def test_a_server_that_answers_all_but_lookups_costs_one_timeout(far):
+    """B470: it says hello and registers, again and again; its next call is the link's own, and waits for nobody."""
+    network, link = far
+    owner = Owner(link)
+    assert owner.ask()
+    network.loses = lambda request: isinstance(request, Lookup)
+    owner.ask_for(3.0)
+    assert owner.num_late == 1
+    assert owner.waited_seconds < TIMEOUT_SECONDS + SOON_SECONDS
+    network.loses = lambda _: False
+    well = time.monotonic()
+    until(owner.ask)
+    assert time.monotonic() - well < BACK_SECONDS
+
+
+def test_a_server_that_answers_only_short_questions_is_tried_less_and_less(far):
+    """B470: the link's own lookup is answered, the owner's never: pauses double, and each costs one timeout."""
+    network, link = far
+    owner = Owner(link)
+    network.loses = lambda request: isinstance(request, Lookup) and request.keys
+    owner.ask_for(3.0)
+    assert owner.num_late <= 3
+    assert owner.waited_seconds < owner.num_late * TIMEOUT_SECONDS + SOON_SECONDS
+    network.loses = lambda _: False
+    until(owner.ask)
+
+
+def test_timeouts_that_lie_far_apart_are_not_summed(far, monkeypatch):
+    """B470: each costs the shortest pause."""
+    network, link = far
+    monkeypatch.setattr(links, "_FORGIVEN_SECONDS", 0.0)
+    for _ in range(6):
+        until(lambda: link.is_up or link.num_sessions == 0)
+        link.session()
+        link.lost(DeadlineExceeded("late"))
+    lost = time.monotonic()
+    until(lambda: link.is_up)
+    assert time.monotonic() - lost < BACK_SECONDS
+    assert network.address
+
+
+def test_a_restart_ends_the_pause(address, link, monkeypatch):
+    """B470: another life of the store owes nothing."""
+    monkeypatch.setattr(links, "_FIRST_REST_SECONDS", 600.0)
+    monkeypatch.setattr(links, "_MAX_REST_SECONDS", 600.0)
+    with serving(address):
+        link.session()
+        link.lost(DeadlineExceeded("late"))
+        time.sleep(0.3)
+        with pytest.raises(Unavailable, match="did not answer in time"):
+            link.session()
+    with serving(address, epoch=2):
+        began = time.monotonic()
+        until(lambda: link.is_up)
+        assert time.monotonic() - began < BACK_SECONDS
 
 
 def test_an_instance_that_was_forgotten_registers_again(address, link):

@@ -22,6 +22,7 @@ from qkvault.logs import get_logger
 
 _START_SECONDS: Final = 60.0  # a pool of 60 GB is pre-faulted by then
 _PAUSE_SECONDS: Final = 0.02
+_MAX_LOG_BYTES: Final = 1 << 20  # a longer one is put aside at the next start
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 60.0  # between two starts of a server that goes again and again
 _started: Final[set[int]] = set()  # processes of servers, as far as they are not known to have ended
 # Settings of the engine's own process; all others are the server's.
@@ -114,6 +115,9 @@ def _start(config: Config, path: str, is_over: Callable[[], bool]) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QKVAULT_")}
     if config.token:
         environment["QKVAULT_TOKEN"] = config.token  # others can read a command line
+    with suppress(FileNotFoundError):
+        if log_path.stat().st_size > _MAX_LOG_BYTES:
+            log_path.replace(f"{log_path}.old")
     with log_path.open("ab") as log:
         os.fchmod(log.fileno(), 0o600)
         # In a session of its own: signals to the engine are not the server's. Not a Popen: it outlives us.

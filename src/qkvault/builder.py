@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import msgspec
 
 from qkvault import embedded
-from qkvault.connecting import open_client
+from qkvault.connecting import engine_sessions
 from qkvault.engine import CacheEngine, EngineMetadata
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _build(config: Config, metadata: EngineMetadata, tensors: Sequence[torch.Ten
     store = embedded.acquire(config) if config.address is None else None
     client, instance_id = None, config.instance_id
     try:
-        client = open_client(config, instance_id) if store is None else store.connect(instance_id)
+        client = engine_sessions(config, instance_id)() if store is None else store.connect(instance_id)
         engine = CacheEngine(config, metadata, tensors, client)
     except BaseException:
         if client is not None:

@@ -50,6 +50,11 @@ class StoreClient:
         """What the store can do besides."""
         return self._transport.features
 
+    @property
+    def epoch(self) -> int | None:
+        """Which life of the store this is a session with; None if it is in this process."""
+        return self._transport.epoch
+
     def find(
         self,
         root: bytes,
@@ -189,6 +194,13 @@ class StoreClient:
     def ping(self) -> bool:
         """Give a sign of life. Returns whether this session is registered as an instance."""
         return self._ask(m.Ping(), m.Done).count > 0
+
+    def rehearse(self) -> None:
+        """Ask all that an engine's step asks, for nothing: Unavailable unless each question is answered in time."""
+        located = self.find(bytes(KEY_BYTES), b"", b"", lambda _: b"")
+        self.poll(located.lease_id)
+        self.commit(self.reserve(()).lease_id)
+        self.release(located.lease_id)
 
     def register(self, instance: m.Instance, timeout_seconds: float | None = None) -> None:
         """Say which process of which engine this session is, in ``timeout_seconds`` if given. Repeating it is fine."""

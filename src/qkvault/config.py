@@ -155,7 +155,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool,
         Meta(
             description="Let `qkvault serve` listen where other machines reach it without TLS and a token, and publish "
-            "KV events there."
+            "KV events there; let a client send its token to another machine in clear text."
         ),
     ] = False
     reap_timeout_seconds: Annotated[

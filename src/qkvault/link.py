@@ -3,7 +3,8 @@
 Whoever uses it does not wait for a store that is not there: but for the first attempt ``session()`` answers at once,
 and a thread of the link's own gives signs of life and connects again. That thread never ends the owner's session: the
 store gives a session's slots to others when it ends, so it is replaced when its owner has said that nothing of his is
-being copied any more. Until then its successor, open and registered, waits.
+being copied any more. Until then its successor, open and registered, waits. A store that says hello and does not answer
+the owner's calls in time is left alone for a while, longer each time (docs/decisions/0019).
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from contextlib import suppress
 from typing import Final
 
 from qkvault.client import StoreClient
-from qkvault.errors import QKVaultError, Unavailable
+from qkvault.errors import DeadlineExceeded, QKVaultError, Unavailable
 from qkvault.logs import RateLimited, get_logger
 from qkvault.wire.messages import Instance
 
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _MAX_PAUSE_SECONDS: Final = 1.0  # a store that is back is found within that time
+_FIRST_REST_SECONDS: Final = 0.5  # after a call of the owner's that was not answered in time; doubled with the next one
+_MAX_REST_SECONDS: Final = 8.0
+_FORGIVEN_SECONDS: Final = 60.0  # without such a call, and the next rest is the first again
 _log = get_logger("link")
 _limited = RateLimited(_log)
 
@@ -55,6 +59,9 @@ class Link:
         self._was_tried = False
         self._is_closed = False
         self._problem = ""
+        self._epoch: int | None = None  # of the last session: another one is another life of the store
+        self._rest_seconds = 0.0  # the last rest; 0: this life of the store has always answered in time
+        self._rests_until = 0.0  # on the monotonic clock
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -91,6 +98,11 @@ class Link:
         with self._lock:
             client, self._client, self._successor = self._client, self._successor, None
             self.num_sessions += self._client is not None
+            if client is not None and isinstance(error, DeadlineExceeded):
+                now = time.monotonic()
+                before_seconds = self._rest_seconds if now - self._rests_until < _FORGIVEN_SECONDS else 0.0
+                self._rest_seconds = min(max(2 * before_seconds, _FIRST_REST_SECONDS), _MAX_REST_SECONDS)
+                self._rests_until = now + self._rest_seconds
         if client is None:
             return
         self._problem = str(error)
@@ -137,6 +149,7 @@ class Link:
         client, deadline = None, time.monotonic() + self._timeout_seconds
         try:
             client = self._connect()
+            self._require_answers(client)
             if self._instance is not None:
                 client.register(self._instance, deadline - time.monotonic())
         except QKVaultError as error:
@@ -157,6 +170,19 @@ class Link:
             client.close()
         _log.debug("store_reached", pool_bytes=client.pool.capacity_bytes)
         return True
+
+    def _require_answers(self, client: StoreClient) -> None:
+        # Where the owner's calls were not, the rest has to be over, and such calls have to be answered to us.
+        with self._lock:
+            if client.epoch != self._epoch:
+                self._epoch, self._rest_seconds = client.epoch, 0.0
+            if not self._rest_seconds:
+                return
+            left_seconds = self._rests_until - time.monotonic()
+        if left_seconds > 0:
+            msg = f"it did not answer in time, and is left alone for {left_seconds:.1f} s"
+            raise Unavailable(msg)
+        client.rehearse()
 
     def _ping(self) -> bool:
         # Whether the latest session is well. One that has failed is its owner's to end, unless it is not his yet.

@@ -41,7 +41,7 @@ REQUESTS = [
     m.Check(),
 ]
 REPLIES = [
-    m.Welcome(1, 1 << 40, ("q",), 256, "sha256", "1.0"),
+    m.Welcome(1, 1 << 40, ("q",), 256, "sha256", "1.0", 60.0),
     m.Each((m.Located(1, ChunkRefs(), 2),)),
     m.Data((8192, 0)),
     m.Located(

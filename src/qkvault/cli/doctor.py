@@ -176,7 +176,7 @@ def _open_files(root: Path) -> Finding:
 def _server(config: Config, address: str | None) -> Finding:
     """Whether a store answers, and whether it fits what is configured here."""
     from qkvault import __version__
-    from qkvault.connecting import address_of, open_transport
+    from qkvault.connecting import address_of, misfits, open_transport
 
     where = ""
     try:
@@ -193,12 +193,7 @@ def _server(config: Config, address: str | None) -> Finding:
         f"qkvault {welcome.server_version} at {where}, pool {approximate_size(welcome.pool_bytes)}, "
         f"chunks of {welcome.chunk_size} tokens, {welcome.hash_algorithm}"
     )
-    ours = (config.chunk_size, config.hash_algorithm)
-    if ours != (welcome.chunk_size, welcome.hash_algorithm):
-        advice = (
-            f"engines with these settings (chunk_size={ours[0]}, hash_algorithm={ours[1]}) find nothing that engines "
-            "with the server's have stored: give both the same"
-        )
+    if advice := "; ".join(misfits(config, welcome)):
         return Finding("server", value, "problem", advice)
     if welcome.server_version != __version__:
         return Finding("server", value, "note", f"this is qkvault {__version__}: restart the server after an upgrade")

@@ -314,6 +314,7 @@ class StoreDriver:
             traits.chunk_size,
             traits.hash_algorithm,
             traits.version,
+            self.manager.leases.lease_seconds,
         )
 
     def _switch(self, request: m.Switch | m.GetStatus) -> m.Status:

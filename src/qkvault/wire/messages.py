@@ -223,7 +223,7 @@ class Welcome(Reply, frozen=True):
     """The session is open. A client on the machine maps the pool, ``pool_bytes`` long, whose descriptor comes along.
 
     ``features`` says what the store can do besides; chunk size and hash are what it was told that its clients use:
-    those that use others share nothing with them.
+    those that use others share nothing with them. ``lease_seconds`` is how long a lease lives without a sign of life.
     """
 
     protocol_version: int
@@ -232,6 +232,7 @@ class Welcome(Reply, frozen=True):
     chunk_size: int = 0
     hash_algorithm: str = ""
     server_version: str = ""
+    lease_seconds: float = 0.0  # 0: it does not say
 
 
 class Located(Reply, frozen=True):

@@ -226,7 +226,7 @@ class SocketTransport(Transport):
         self._lock = threading.Lock()
         self._sequence = 0
         self._is_usable = True
-        self.epoch: int | None = None  # which life of the store this is a session with; None before it has said so
+        self.epoch = None  # it has not said so yet
         self._allowed_seconds = timeout_seconds  # for what is under way
         where = parse_address(address)
         try:

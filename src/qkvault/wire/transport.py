@@ -52,6 +52,7 @@ class Transport(ABC):
 
     pool: PoolView
     features: tuple[str, ...] = ()  # what the store said that it can do besides
+    epoch: int | None = None  # which life of the store this is a session with, where it is in another process
 
     @property
     def is_usable(self) -> bool:

@@ -64,8 +64,7 @@ class SchedulerSide:
         ``query_spaces`` are those of the ranks' queries, if they are captured.
         """
         self._link = link
-        self._spaces = spaces
-        self._space = spaces[0]
+        self._spaces, self._space = spaces, spaces[0]
         self._engine = engine
         self._config = config
         self._stats = stats
@@ -252,7 +251,7 @@ class SchedulerSide:
         try:
             found = tracked.prefix.find_each(self._client, self._spaces, search_range=(Medium.RAM.value,))
         except (Unavailable, ProtocolError) as error:
-            _log.warning("not_touched", error=error)
+            self.lost(error)
             return 0
         self._end_leases({each.lease_id for each in found})
         return _num_everywhere([each.ready for each in found])
@@ -335,12 +334,13 @@ class SchedulerSide:
 
     def _end_leases(self, lease_ids: Collection[int]) -> None:
         live = [lease_id for lease_id in lease_ids if lease_id]
-        if not live or not self._link.is_up:
-            return
-        try:
-            self._client.release(*live)
-        except Exception as error:  # thread top: a lease that is not released runs out
-            _log.warning("leases_not_released", error=f"{type(error).__name__}: {error}")
+        if live and self._link.is_up:
+            try:
+                self._client.release(*live)
+            except (Unavailable, ProtocolError) as error:
+                self.lost(error)
+            except Exception as error:  # thread top: a lease that is not released runs out
+                _log.warning("leases_not_released", error=f"{type(error).__name__}: {error}")
 
     def _forget_arrivals(self, request_ids: Collection[str]) -> None:
         if request_ids and self._arriving:
