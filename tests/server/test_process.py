@@ -126,6 +126,16 @@ class TestStart:
         assert server.log.startswith("qkvault: ")
         assert server.log.count("\n") == 1
 
+    @pytest.mark.parametrize(("seed", "is_served"), [("", False), ("7", True)])
+    def test_hashes_of_each_process_alone_are_refused(self, start, seed, is_served):
+        """B42, B43: Python's own hash without a seed made a server whose engines would have found nothing."""
+        process = start(QKVAULT_HASH_ALGORITHM="builtin", PYTHONHASHSEED=seed)
+        if is_served:
+            process.wait_ready()
+            return
+        assert process.wait() == 2
+        assert "PYTHONHASHSEED" in process.log
+
     def test_a_pool_beyond_the_limits_of_the_process_is_refused(self, start):
         """B203: a limit that is found out by trying is a clear error too."""
         code = (

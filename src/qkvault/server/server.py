@@ -13,6 +13,7 @@ from qkvault.config import Loaded
 from qkvault.embedded import open_driver, publish
 from qkvault.errors import ConfigError
 from qkvault.server.places import http_place, require_free, require_sound, server_tls, store_places
+from qkvault.tokens import load_scheme
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
@@ -36,6 +37,8 @@ class Server:
         places, http = store_places(config), http_place(config)
         all_places = [*places, *([] if http is None else [http])]
         require_sound(config, all_places)
+        if config.hash_algorithm == "builtin":  # another package may be missing here: only engines hash
+            load_scheme(config.hash_algorithm, shared=True)
         tls = server_tls(config)
         for place in all_places:
             require_free(place)
