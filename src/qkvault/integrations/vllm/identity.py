@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -10,6 +11,7 @@ from qkvault.keys import TAG_PREFIXES, MediaSpan, RequestIdentity
 from qkvault.units import parse_bool
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 _PREFIX: Final = "qkvault."
@@ -17,12 +19,22 @@ _SKIP: Final = "qkvault.skip"
 QUERIES: Final = "qkvault.queries"  # whether its queries are captured
 _SWITCHES: Final = (_SKIP, QUERIES)
 _NOBODY: Final = RequestIdentity()
+_NUMBERED: Final = re.compile(r"(^|:)renderer\d+-mm-\d+-")  # what vLLM calls a medium that it has not hashed
 
 
-def identity_of(request: Request, adapters: Adapters) -> tuple[RequestIdentity, str | None]:
+def vllm_hashes_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names media by what they hold; else it numbers them, from 1 in each process."""
+    media = vllm_config.model_config.multimodal_config
+    return media is None or media.mm_processor_cache_gb != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def identity_of(
+    request: Request, adapters: Adapters, *, hashes_media: bool = True
+) -> tuple[RequestIdentity, str | None]:
     """The request's identity, and the reason not to cache it (None: cache it).
 
     A request that carries something which changes its KV and which we cannot name is refused, never guessed at.
+    Without ``hashes_media`` no medium has a name: a number, hashed with the request's own settings, looks like one.
     """
     if request.prompt_embeds is not None:
         return _NOBODY, "its prompt has embeddings instead of tokens"
@@ -30,6 +42,11 @@ def identity_of(request: Request, adapters: Adapters) -> tuple[RequestIdentity, 
         return _NOBODY, "it is a pooling request"
     if request.resumable:
         return _NOBODY, "its prompt is streamed"
+    if any(not hashes_media or _NUMBERED.search(feature.identifier or "") for feature in request.mm_features):
+        return _NOBODY, (
+            "vLLM numbers its media and does not hash them: start vLLM with --enable-prefix-caching, or with "
+            "--mm-processor-cache-gb above 0"
+        )
     params = request.kv_transfer_params or {}
     if (reason := _refusal(params)) is not None:
         return _NOBODY, reason

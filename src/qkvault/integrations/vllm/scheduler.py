@@ -43,6 +43,7 @@ class Engine(NamedTuple):
     can_load: bool = True
     can_save: bool = True
     shares_blocks: bool = True  # its own prefix cache is on: what one request has loaded, others have too
+    hashes_media: bool = True  # what it calls a medium is a digest
 
 
 class SchedulerSide:
@@ -222,7 +223,7 @@ class SchedulerSide:
 
     def _track(self, request: Request) -> Tracked | None:
         if request.request_id not in self._tracked:
-            identity, reason = identity_of(request, self._adapters)
+            identity, reason = identity_of(request, self._adapters, hashes_media=self._engine.hashes_media)
             if reason is not None:
                 _log.warning("request_not_cached", request=request.request_id, reason=reason)
             prefix = Prefix(self._space, identity, shared=self._config.is_shared) if reason is None else None
