@@ -358,6 +358,72 @@ def test_what_cannot_be_named_is_not_cached(identity, fields, reason):
     assert found.cache_salt == ""
 
 
+class TestLaterVllm:
+    """A vLLM whose requests are made of more than we know, behind the same connector interface."""
+
+    @pytest.fixture
+    def reason(self, monkeypatch):
+        """Why a request with a field of this default, and this value, is not cached; None if it is."""
+        import inspect
+
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        from qkvault.integrations.vllm import compat, identity
+        from qkvault.integrations.vllm.fingerprint import Adapters
+
+        class Later(Request):
+            pass
+
+        def told(default, *value, kept_as="steering"):
+            known = inspect.signature(Request)
+            steering = inspect.Parameter("steering", inspect.Parameter.KEYWORD_ONLY, default=default)
+            Later.__signature__ = known.replace(parameters=[*known.parameters.values(), steering])
+            monkeypatch.setattr(identity, "UNKNOWN_FIELDS", compat.unknown_fields(Later))
+            request = Later("r", [1, 2, 3], SamplingParams(max_tokens=1), None)
+            setattr(request, kept_as, value[0] if value else default)
+            return identity.identity_of(request, Adapters())[1]
+
+        return told
+
+    def test_a_field_that_says_nothing_is_no_reason(self, reason):
+        """B463: its default, the same object or an equal plain value, is what all requests were before."""
+        assert reason(None) is None
+        assert reason("plain", b"plain".decode()) is None
+        assert reason(0, 0) is None
+        assert reason(()) is None
+
+    def test_a_field_that_says_something_is_a_reason(self, reason):
+        """B463: whatever it is, it may change the request's KV."""
+        import torch
+
+        for default, value in (
+            (None, 1),
+            (None, torch.zeros(3)),
+            ("plain", "fancy"),
+            (0, False),
+            (0.0, 0.1),
+            (True, 1),
+        ):
+            assert "'steering'" in reason(default, value), (default, value)
+
+    def test_a_field_that_cannot_be_told_is_a_reason(self, reason):
+        """B463: one without a default, one that is kept elsewhere, one whose value is no plain one."""
+        import inspect
+
+        import torch
+
+        assert "'steering'" in reason(inspect.Parameter.empty, "given")
+        assert "'steering'" in reason(None, kept_as="_steering")
+        assert "'steering'" in reason(torch.zeros(3), torch.zeros(3))
+
+    def test_the_supported_vllm_has_none(self):
+        """B463: so that nothing is looked at for each request."""
+        from qkvault.integrations.vllm import compat
+
+        assert compat.UNKNOWN_FIELDS == {}
+
+
 def test_skip_can_be_switched_off_in_words(identity):
     """The text "false" is not true."""
     assert identity(params={"qkvault.skip": "false"})[1] is None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from qkvault.integrations.vllm.compat import UNKNOWN_FIELDS
 from qkvault.integrations.vllm.fingerprint import Adapters
 from qkvault.keys import TAG_PREFIXES, MediaSpan, RequestIdentity
 from qkvault.units import parse_bool
@@ -36,6 +37,9 @@ def identity_of(
     A request that carries something which changes its KV and which we cannot name is refused, never guessed at.
     Without ``hashes_media`` no medium has a name: a number, hashed with the request's own settings, looks like one.
     """
+    for name, default in UNKNOWN_FIELDS.items():
+        if not _is_untouched(request, name, default):
+            return _NOBODY, f"it has a {name!r}, and this QKVault does not know whether that changes its KV"
     if request.prompt_embeds is not None:
         return _NOBODY, "its prompt has embeddings instead of tokens"
     if request.pooling_params is not None:
@@ -67,6 +71,13 @@ def identity_of(
     except (OSError, ValueError) as error:  # an adapter that cannot be told, a span of no tokens, a tag of two values
         return _NOBODY, str(error)
     return identity, identity.uncacheable_reason
+
+
+def _is_untouched(request: Request, name: str, default: object) -> bool:
+    # Only of plain values ``==`` is a plain answer. What is kept under another name cannot be told, and counts.
+    value = getattr(request, name, _NOBODY)
+    is_plain = type(value) is type(default) and isinstance(value, (bool, int, float, str))
+    return value is default or (is_plain and value == default)
 
 
 def _refusal(params: Mapping[str, object]) -> str | None:
