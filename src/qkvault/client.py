@@ -150,12 +150,12 @@ class StoreClient:
         """Sleep until something may have changed for a pending lease, at most ``timeout_seconds``."""
         self._transport.wait_change(timeout_seconds)
 
-    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> None:
+    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> int:
         """Make the pool show leased chunks; nothing to do where it is the store's own memory.
 
-        Blocks for ``timeout_seconds`` at most; None: for a time that fits the size.
+        Returns how many bytes were sent for it. Blocks for ``timeout_seconds`` at most; None: for a time that fits.
         """
-        self._transport.fetch(refs, timeout_seconds)
+        return self._transport.fetch(refs, timeout_seconds)
 
     def release(self, *lease_ids: int) -> None:
         """Give up read leases."""

@@ -300,6 +300,9 @@ and the rate of a stage in bytes a second is
 
     rate(qkvault_stage_bytes_total[5m]) / rate(qkvault_stage_seconds_total[5m])
 
+Stage `process_tokens` is hashing, `get` waiting for what comes up from a tier or is sent by a server, `put` making room
+and publishing, `from_gpu` and `to_gpu` copies. Several requests may wait at the same time.
+
 "Number" is the field of `StatsMonitor.snapshot()`.
 
 | name | kind | labels | number | meaning |

@@ -21,6 +21,7 @@ import msgspec
 from qkvault.logs import get_logger
 from qkvault.types import Medium, Outcome
 
+# "get" is waiting for what comes up from a tier, or is sent by a server.
 STAGES: Final = ("lookup", "process_tokens", "from_gpu", "put", "get", "to_gpu")
 OPERATIONS: Final = ("lookup", "store", "retrieve")
 MEDIA: Final = tuple(medium.value for medium in Medium)

@@ -101,7 +101,7 @@ class Transfer:
     def __init__(
         self, client: StoreClient, paged: PagedConnector, space: KeySpace, *, stats: StatsMonitor | None = None
     ) -> None:
-        """``paged`` gives the layout that new chunks are stored in. ``stats`` counts ``put``, ``from_gpu``, ``to_gpu``.
+        """``paged`` gives the layout that new chunks are stored in. ``stats`` counts its stages, from ``put`` on.
 
         Raises LayoutMismatch if a chunk is not whole blocks of the engine.
         """
@@ -190,7 +190,15 @@ class Transfer:
 
         Blocks for ``timeout_seconds`` at most; None: for a time that fits the size. Raises Unavailable.
         """
-        self.client.fetch([item.ref for item in items], timeout_seconds)
+        started_seconds, num_bytes, is_done = self._stats.clock(), 0, False
+        try:
+            num_bytes = self.client.fetch([item.ref for item in items], timeout_seconds)
+            is_done = True
+        finally:
+            if num_bytes or not is_done:  # else the pool is the store's own memory
+                num_tokens = sum(len(item.block_ids) for item in items) * self.paged.block_size
+                seconds = self._stats.clock() - started_seconds
+                self._stats.on_stage("get", seconds, num_bytes=num_bytes, num_tokens=num_tokens, failed=not is_done)
 
     def stale(self, items: Sequence[LoadItem]) -> set[int]:
         """Positions of items whose slot does not hold their chunk any more, as far as its header tells."""

@@ -66,18 +66,18 @@ class RemoteTransport(SocketTransport):
 
     pool: MirrorPool
 
-    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> None:
+    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> int:
         if timeout_seconds is None:
             timeout_seconds = self._seconds_for(sum(ref.image_bytes for ref in refs))
         self._take_turn(timeout_seconds)
         try:
             self._trim()
-            for start in range(0, len(refs), m.MAX_CHUNKS):
-                self._download(refs[start : start + m.MAX_CHUNKS])
+            steps = range(0, len(refs), m.MAX_CHUNKS)
+            return sum(self._download(refs[start : start + m.MAX_CHUNKS]) for start in steps)
         finally:
             self._lock.release()
 
-    def _download(self, refs: Sequence[ChunkRef]) -> None:
+    def _download(self, refs: Sequence[ChunkRef]) -> int:
         head, reply = self._exchange(m.Download(b"".join(ref.key for ref in refs)), exact=True)
         sizes = reply.image_bytes if isinstance(reply, m.Data) else ()
         self._is_usable = False  # until the end of the data has come
@@ -98,6 +98,7 @@ class RemoteTransport(SocketTransport):
         if not isinstance(end, m.Done):
             for ref in refs:
                 wipe_header(self.pool.view(ref.offset, ref.image_bytes))
+        return head.data_bytes
 
     def _answer(self, request: m.AnyRequest) -> m.AnyReply:
         if isinstance(request, m.Commit):

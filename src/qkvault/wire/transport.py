@@ -67,14 +67,17 @@ class Transport(ABC):
         reached, ProtocolError when it does not make sense.
         """
 
-    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> None:
+    def fetch(self, refs: Sequence[ChunkRef], timeout_seconds: float | None = None) -> int:
         """Make ``pool`` show leased chunks, if it does not share the store's memory. Raises as ``call``.
+
+        Returns how many bytes were sent: 0 if it does.
 
         Blocks for ``timeout_seconds`` at most; None: for a time that fits the size. A store that falls silent meanwhile
         is waited for no longer than for an answer.
         A chunk that is not in RAM any more has no header then, as if its slot had got another owner.
         """
         del refs, timeout_seconds
+        return 0
 
     @abstractmethod
     def wait_change(self, timeout_seconds: float) -> None:

@@ -25,12 +25,12 @@ def identity():
 
     adapters = Adapters()
 
-    def make(*, params=None, pooling=False, **fields):
+    def make(*, params=None, pooling=False, hashes_media=True, **fields):
         extra = {"extra_args": {"kv_transfer_params": params}} if params is not None else {}
         sampling = None if pooling else SamplingParams(max_tokens=1, **extra)
         fields = {"prompt_token_ids": [1, 2, 3], **fields}
         request = Request("r", fields.pop("prompt_token_ids"), sampling, PoolingParams() if pooling else None, **fields)
-        return identity_of(request, adapters)
+        return identity_of(request, adapters, hashes_media=hashes_media)
 
     return make
 
@@ -244,6 +244,91 @@ def test_media_enter_the_chunks_they_touch(identity):
     assert len({found[2] for found in [plain, *variants]}) == 6
 
 
+class TestNamesOfMedia:
+    """What vLLM calls a medium: a digest of it, a name that its user gave, or a number."""
+
+    @pytest.fixture
+    def called(self):
+        """What vLLM's own code calls the pictures of a request, with these settings of engine and request."""
+        from vllm.config import MultiModalConfig
+        from vllm.multimodal.parse import MultiModalDataParser
+        from vllm.renderers.base import BaseRenderer
+        from vllm.utils.counter import AtomicCounter
+
+        class Processor:
+            info = MultiModalDataParser()
+
+            def apply(self, inputs, _):
+                return inputs.get_mm_hashes("model", "blake3")["image"]
+
+        def make(pixels, uuids=None, *, kwargs=None, cache_gb=4, prefix_caching=True):
+            renderer = SimpleNamespace(
+                api_process_rank=0,
+                model_config=SimpleNamespace(multimodal_config=MultiModalConfig(mm_processor_cache_gb=cache_gb)),
+                config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)),
+                get_mm_processor=Processor, update_mm_cache_stats=lambda: None,
+                _mm_req_counter=AtomicCounter(), _mm_processor_cache=None, _mm_processor_only_cache=None,
+                _mm_timing_registry={}, _validate_mm_uuids=lambda *_: None,
+            )  # fmt: skip
+            renderer._process_mm_uuids = lambda *args: BaseRenderer._process_mm_uuids(renderer, *args)
+            return BaseRenderer._process_multimodal(renderer, [1], {"image": pixels}, uuids, kwargs)
+
+        return make
+
+    @pytest.fixture
+    def pictures(self):
+        from PIL import Image
+
+        return [Image.new("RGB", (2, 2), color) for color in ("red", "blue")]
+
+    def test_numbers_are_no_digests(self, identity, called, pictures):
+        """B460: with both of vLLM's caches off other pictures are called the same after a restart: none is cached."""
+        off = {"cache_gb": 0, "prefix_caching": False}
+        red, blue = (called([each], **off) for each in pictures)
+        assert red == blue
+        assert "mm-processor-cache-gb" in identity(mm_features=[picture(red[0])])[1]
+        assert identity(mm_features=[picture(f"poet:{red[0]}")])[1] is not None, "as an adapter of the encoder has it"
+        red, blue = (called([each], kwargs={"crops": 2}, **off) for each in pictures)
+        assert red == blue, "a number, hashed"
+        assert "mm-processor-cache-gb" in identity(mm_features=[picture(red[0])], hashes_media=False)[1]
+        assert identity(hashes_media=False)[1] is None, "text is text"
+
+    @pytest.mark.parametrize("on", [{"cache_gb": 0}, {"prefix_caching": False}], ids=str)
+    def test_one_cache_of_vllms_is_enough(self, identity, called, pictures, on):
+        """B460: then each picture has a digest of its own, also with settings of the request."""
+        names = [called([each], kwargs=kwargs, **on)[0] for each in pictures for kwargs in (None, {"crops": 2})]
+        assert len(set(names)) == 4
+        assert len(roots(*(identity(mm_features=[picture(name)]) for name in names))) == 1
+        assert len({identity(mm_features=[picture(name)])[0].media for name in names}) == 4
+
+    def test_a_name_that_the_user_gave_is_the_medium(self, identity, called, pictures):
+        """B461: whatever it shows, so it has to mean the same for ever; settings of the request tell it apart."""
+        red, blue = (called([each], {"image": ["logo"]}) for each in pictures)
+        assert red == blue == ["logo"]
+        assert identity(mm_features=[picture("logo")])[0].media[0].digest == b"logo"
+        assert called(pictures[:1], {"image": ["logo"]}, kwargs={"crops": 2}) != red
+
+    @pytest.mark.parametrize("case", [(0, False, False), (4, False, True), (0, True, True)])
+    def test_the_engine_knows_from_its_configuration(self, toy, toy_engine, monkeypatch, case):
+        """B460: the one that vLLM's own code looks at."""
+        from vllm.config import MultiModalConfig
+
+        make, (cache_gb, prefix_caching, is_cached) = toy.engine_config, case
+
+        def with_media(*args, **options):
+            config = make(*args, **options)
+            config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+            return config
+
+        monkeypatch.setattr(toy, "engine_config", with_media)
+        engine = toy_engine(enable_prefix_caching=prefix_caching)
+        request = engine.add("r", [1, 2, 3], mm_features=[picture("abc")])
+        side = engine.connector._scheduler
+        assert (side._track(request) is not None) == is_cached
+        side._tracked.clear()
+        engine.abort("r")
+
+
 REFUSED = {
     "embeddings": ({"prompt_token_ids": None, "embeds": True}, "embeddings"),
     "mixed embeddings": ({"embeds": True, "prompt_is_token_ids": [True, False, True]}, "embeddings"),
@@ -271,6 +356,72 @@ def test_what_cannot_be_named_is_not_cached(identity, fields, reason):
     found, told = identity(**fields)
     assert reason in told
     assert found.cache_salt == ""
+
+
+class TestLaterVllm:
+    """A vLLM whose requests are made of more than we know, behind the same connector interface."""
+
+    @pytest.fixture
+    def reason(self, monkeypatch):
+        """Why a request with a field of this default, and this value, is not cached; None if it is."""
+        import inspect
+
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        from qkvault.integrations.vllm import compat, identity
+        from qkvault.integrations.vllm.fingerprint import Adapters
+
+        class Later(Request):
+            pass
+
+        def told(default, *value, kept_as="steering"):
+            known = inspect.signature(Request)
+            steering = inspect.Parameter("steering", inspect.Parameter.KEYWORD_ONLY, default=default)
+            Later.__signature__ = known.replace(parameters=[*known.parameters.values(), steering])
+            monkeypatch.setattr(identity, "UNKNOWN_FIELDS", compat.unknown_fields(Later))
+            request = Later("r", [1, 2, 3], SamplingParams(max_tokens=1), None)
+            setattr(request, kept_as, value[0] if value else default)
+            return identity.identity_of(request, Adapters())[1]
+
+        return told
+
+    def test_a_field_that_says_nothing_is_no_reason(self, reason):
+        """B463: its default, the same object or an equal plain value, is what all requests were before."""
+        assert reason(None) is None
+        assert reason("plain", b"plain".decode()) is None
+        assert reason(0, 0) is None
+        assert reason(()) is None
+
+    def test_a_field_that_says_something_is_a_reason(self, reason):
+        """B463: whatever it is, it may change the request's KV."""
+        import torch
+
+        for default, value in (
+            (None, 1),
+            (None, torch.zeros(3)),
+            ("plain", "fancy"),
+            (0, False),
+            (0.0, 0.1),
+            (True, 1),
+        ):
+            assert "'steering'" in reason(default, value), (default, value)
+
+    def test_a_field_that_cannot_be_told_is_a_reason(self, reason):
+        """B463: one without a default, one that is kept elsewhere, one whose value is no plain one."""
+        import inspect
+
+        import torch
+
+        assert "'steering'" in reason(inspect.Parameter.empty, "given")
+        assert "'steering'" in reason(None, kept_as="_steering")
+        assert "'steering'" in reason(torch.zeros(3), torch.zeros(3))
+
+    def test_the_supported_vllm_has_none(self):
+        """B463: so that nothing is looked at for each request."""
+        from qkvault.integrations.vllm import compat
+
+        assert compat.UNKNOWN_FIELDS == {}
 
 
 def test_skip_can_be_switched_off_in_words(identity):
@@ -333,6 +484,7 @@ class TestFingerprint:
                     **{name: getattr(config.model_config, name) for name in ("dtype", "quantization", "revision")},
                     "hf_config": config.model_config.hf_config,
                     "max_model_len": 2048,
+                    "multimodal_config": None,
                     "model": str(path),
                     **changes,
                 }
@@ -378,6 +530,44 @@ class TestFingerprint:
         scaled = LlamaConfig(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
         lengths = {fingerprint(hf_config=scaled, max_model_len=length) for length in (1024, 2048)}
         assert len(lengths) == 2
+
+    def test_what_is_set_for_all_media_counts(self, fingerprint, tmp_path):
+        """B462: no digest of a medium covers it. Limits, caches and kernels do not count, nor a path of scales."""
+        from vllm.config import MultiModalConfig
+
+        scales = [tmp_path / name for name in ("one.json", "copy.json", "other.scales")]
+        for path, text in zip(scales, ("{}", "{}", '{"q": 2}'), strict=True):
+            path.write_text(text)
+        changes = [
+            {},
+            {"mm_processor_kwargs": {"num_crops": 4}},
+            {"mm_processor_kwargs": {"num_crops": 16}},
+            {"media_io_kwargs": {"video": {"num_frames": 40}}},
+            {"mm_device_do_normalize": False},
+            {"mm_encoder_attn_dtype": "fp8"},
+            {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(scales[0])},
+            {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(scales[2])},
+            {"video_pruning_rate": 0.5},
+            {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+        ]
+        found = [fingerprint(multimodal_config=MultiModalConfig(**change)) for change in changes]
+        assert len({fingerprint(), *found}) == len(changes) + 1
+        same = {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(scales[1])}
+        assert fingerprint(multimodal_config=MultiModalConfig(**same)) == found[6]
+        without = {"mm_processor_cache_gb": 0, "limit_per_prompt": {"image": 3}, "mm_encoder_tp_mode": "data"}
+        assert fingerprint(multimodal_config=MultiModalConfig(**without)) == found[0]
+
+    def test_a_setting_of_media_that_we_do_not_know_counts(self, fingerprint):
+        """B462: one of a later vLLM."""
+        import dataclasses
+
+        from vllm.config import MultiModalConfig
+
+        @dataclasses.dataclass
+        class Later(MultiModalConfig):
+            mm_dithering: int = 0
+
+        assert fingerprint(multimodal_config=Later()) != fingerprint(multimodal_config=Later(mm_dithering=1))
 
     def test_where_a_model_lies_and_who_wrote_its_configuration_do_not_count(self, fingerprint):
         """Path and release of the library are not part of the configuration's digest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import closing
 
 import pytest
 
@@ -78,6 +79,100 @@ def test_the_numbers_of_both_sides_are_in_vllms_metrics(toy_engine, prompts, scr
     assert scrape["chunks_total"]["stored",] == loaded.chunks["stored"]
     assert scrape["stage_seconds_total"]["from_gpu",] == pytest.approx(loaded.stages["from_gpu"].seconds)
     assert (scrape["failed_loads_total"], scrape["rejected_updates_total"]) == (0, 0)
+
+
+@pytest.mark.parametrize("options", [{"runner": 1}, {"runner": 2, "asynchronous": True, "is_late": True}])
+def test_every_stage_counts(toy_engine, prompts, scrape, tmp_path, options):
+    """B464: hashing of each token once, and the time in which a request waits for its chunks to come up."""
+    engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")}, **options)
+    scrape.follow(engine)
+    prompt = prompts(300)
+    engine.ask(prompt, max_tokens=60)
+    assert scrape["stage_tokens_total"]["process_tokens",] >= 300 + 20
+    assert scrape["stage_calls_total"]["process_tokens",] < 6, "not with each step"
+    assert scrape["stage_calls_total"]["get",] == 0, "nothing is waited for"
+    move_to_disk(engine)
+    engine.forget_own_prefixes()
+    engine.ask(prompt)
+    found = engine.connector.stats.snapshot()
+    assert found.found_tokens["disk"] == 288
+    assert scrape["stage_calls_total"]["get",] == 1
+    assert scrape["stage_tokens_total"]["get",] >= 288
+    assert scrape["stage_bytes_total"]["get",] > 288 * 128
+    assert scrape["stage_seconds_total"]["get",] == found.stages["get"].seconds > 0
+    for name in ("calls", "seconds"):
+        assert min(scrape[f"stage_{name}_total"].values()) > 0
+
+
+def move_to_disk(engine):
+    """Everything that is stored is on disk only."""
+    assert engine.store.driver.drain(10)
+    with closing(engine.store.connect("test")) as client:
+        client.clear(lower_tiers=False)
+
+
+def test_a_wait_that_ends_at_its_deadline_counts(toy_engine, prompts, tmp_path):
+    """B464: with what has come up by then; a request that asks again counts once."""
+    from qkvault.testing.wrappers import FaultyTier
+
+    engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")})
+    prompt = prompts(300)
+    engine.ask(prompt)
+    move_to_disk(engine)
+    engine.forget_own_prefixes()
+    now = [0.0]
+    engine.connector._scheduler._clock = lambda: now[0]
+    driver = engine.store.driver
+    tier = driver.tiers[0] = FaultyTier(driver.tiers[0])
+    tier.notify(driver._wake.set)
+    tier.is_mute = True
+    engine.add("r", prompt)
+    for _ in range(5):
+        engine.step()
+    now[0] = 10.0
+    engine.run()
+    tier.release()
+    assert driver.drain(10)
+    get = engine.connector.stats.snapshot().stages["get"]
+    assert (get.calls, get.tokens, get.bytes) == (1, 0, 0)
+    assert get.seconds > 0
+    engine.assert_texts()
+
+
+@pytest.fixture
+def remote():
+    """The address of a server whose memory is not shared."""
+    from qkvault.config import load
+    from qkvault.server.server import Server
+
+    settings = {"listen": "tcp://127.0.0.1:0", "ram_bytes": 16 << 20, "prefault": False, "chunk_size": 64}
+    with closing(Server(load(env={}, cli=settings))) as server:
+        yield server.addresses[0]
+
+
+def test_what_a_server_sends_is_counted(toy_engine, prompts, remote):
+    """B464: the time that a worker waits for it, its bytes and tokens; what is not there counts as failed."""
+    from qkvault.errors import Unavailable
+
+    engine = toy_engine(settings={"qkvault.address": remote})
+    prompt = prompts(300)
+    engine.ask(prompt)
+    engine.forget_own_prefixes()
+    engine.ask(prompt)
+    get = engine.worker.stats.snapshot().stages["get"]
+    assert (get.calls, get.failures, get.tokens) == (1, 0, 288)
+    assert get.bytes > 288 * 128
+    assert get.seconds > 0
+
+    def gone(refs, timeout_seconds):
+        msg = "gone"
+        raise Unavailable(msg)
+
+    engine.worker._worker._transfer.client._transport.fetch = gone
+    engine.forget_own_prefixes()
+    engine.ask(prompt)
+    get = engine.worker.stats.snapshot().stages["get"]
+    assert (get.calls, get.failures, get.tokens) == (2, 1, 288)
 
 
 def test_every_name_of_the_table_is_there(toy_engine, prompts, scrape):

@@ -100,6 +100,49 @@ def test_a_part_of_a_save_that_fails_leaves_those_before_it(toy_engine, prompts)
     engine.assert_clean()
 
 
+@pytest.mark.parametrize("options", [{}, {"runner": 2}, {"num_drafts": 3}, {"on_device": True}], ids=str)
+def test_a_step_is_one_reserve_and_one_commit(toy_engine, prompts, options):
+    """B12, B466: for all that its requests compute, and for what those have left that have ended."""
+    engine = toy_engine(max_num_batched_tokens=512, num_blocks=256, **options)
+    engine.ask(prompts(20))  # opens the session
+    transport, asked = engine.worker._worker._transfer.client._transport, []
+    call = transport.call
+    transport.call = lambda request, *args: asked.append(type(request).__name__) or call(request, *args)
+    for number in range(24):  # they end when they like, and others begin in the same step
+        stops = {"stop_token_ids": list(range(3, 10))}
+        engine.add(f"r{number}", prompts(100 + 10 * number), max_tokens=200, sampling=stops)
+    seen = set()
+    while engine.scheduler.has_requests():
+        del asked[:]
+        engine.step()
+        plan = engine.plans[-1]
+        num_stored = sum(bool(op.items) for op in (*plan.saves, *plan.finals))
+        assert asked.count("Reserve") == min(1, num_stored)
+        if not options.get("on_device"):
+            assert asked.count("Commit") == min(1, num_stored)
+        seen.add((bool(plan.saves), bool(plan.finals), num_stored > 1))
+    assert (True, True, True) in seen
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+def test_a_step_of_many_bytes_goes_in_parts(toy_engine, prompts):
+    """B466: each with its reserve and its commit, of all requests together."""
+    engine = toy_engine(max_num_batched_tokens=512)
+    engine.ask(prompts(20))
+    transfer = engine.worker._worker._transfer
+    transfer._num_in_part = 3
+    transport, asked = transfer.client._transport, []
+    call = transport.call
+    transport.call = lambda request, *args: asked.append(type(request).__name__) or call(request, *args)
+    for name in ("one", "other"):
+        engine.add(name, prompts(256), max_tokens=8)
+    engine.step()
+    assert [name for name in asked if name in ("Reserve", "Commit")] == ["Reserve", "Commit"] * 3
+    engine.run()
+    engine.assert_clean()
+
+
 def test_a_plan_is_carried_out_once(toy_engine, prompts):
     """Hooks of one step that vLLM calls again do nothing."""
     engine = toy_engine()

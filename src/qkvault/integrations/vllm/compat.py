@@ -31,6 +31,17 @@ _PARAMETERS: Final = {
 }
 
 
+# What a request is made of: ``identity`` knows what of it changes KV.
+_OF_A_REQUEST: Final = frozenset(
+    {
+        "request_id", "prompt_token_ids", "sampling_params", "pooling_params", "client_index", "arrival_time",
+        "prompt_embeds", "prompt_is_token_ids", "mm_features", "lora_request", "cache_salt", "priority",
+        "trace_headers", "block_hasher", "resumable", "session_id", "reasoning_ended", "reasoning_parser_kwargs",
+        "abort_immediately", "kv_hints",
+    }
+)  # fmt: skip
+
+
 def refusal(reason: object) -> str:
     """One line that says which vLLM we support, which there is, and what does not fit."""
     found = "no version of it is installed"
@@ -58,6 +69,12 @@ def require_interface(base: type) -> None:
             raise ImportError(refusal(f"{base.__name__}.{name} takes {', '.join(found[len(bound) :]) or 'nothing'}"))
 
 
+def unknown_fields(request_class: type) -> dict[str, object]:
+    """What a request may be made of that we do not know: name to default, ``inspect.Parameter.empty`` without one."""
+    parameters = inspect.signature(request_class).parameters
+    return {name: each.default for name, each in parameters.items() if name not in _OF_A_REQUEST}
+
+
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -68,12 +85,15 @@ try:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.request import Request
 except ImportError as error:
     raise ImportError(refusal(error)) from error
 require_interface(KVConnectorBase_V1)
+UNKNOWN_FIELDS: Final = unknown_fields(Request)  # none in the vLLM that we support
 
 __all__ = [
     "SUPPORTED",
+    "UNKNOWN_FIELDS",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
@@ -84,4 +104,5 @@ __all__ = [
     "SupportsHMA",
     "refusal",
     "require_interface",
+    "unknown_fields",
 ]

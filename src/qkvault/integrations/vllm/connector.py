@@ -30,6 +30,7 @@ from qkvault.integrations.vllm.compat import (
     SupportsHMA,
 )
 from qkvault.integrations.vllm.events import EngineEvents, are_wanted
+from qkvault.integrations.vllm.identity import vllm_hashes_media
 from qkvault.integrations.vllm.links import open_link
 from qkvault.integrations.vllm.logs import follow_vllm
 from qkvault.integrations.vllm.metrics import QKVaultPromMetrics, QKVaultStats, Reporter
@@ -139,6 +140,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
             can_load=transfer_config.is_kv_consumer,
             can_save=transfer_config.is_kv_producer,
             shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            hashes_media=vllm_hashes_media(self._vllm_config),
         )
         link = self._link("scheduler")
         if self._reporter is not None and self._store is not None:  # a server exports its own numbers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import MultiModalConfig, VllmConfig
     from vllm.lora.request import LoRARequest
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf", ".json")
@@ -17,12 +18,25 @@ _NUM_SAMPLES: Final = 32  # of each file, spread evenly: an edit that misses the
 _SAMPLE_BYTES: Final = 1 << 16
 # Of a model's configuration: where it lies, and which release wrote it. Neither changes a byte of KV.
 _NO_MATTER: Final = ("_name_or_path", "transformers_version")
+# Of how vLLM handles media: limits, caches, transport, and which kernels compute. A field that is not here counts.
+_NO_MATTER_OF_MEDIA: Final = frozenset(
+    {
+        "language_model_only", "limit_per_prompt", "enable_mm_embeds", "interleave_mm_strings", "mm_encoder_only",
+        "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_hasher_algorithm",
+        "mm_encoder_tp_mode", "mm_encoder_attn_backend", "mm_encoder_fp8_scale_save_path",
+        "mm_encoder_fp8_scale_save_margin", "skip_mm_profiling", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb",
+        "allow_missing_mm_embeddings",
+    }
+)  # fmt: skip
 
 _Stamp = tuple[str, int, int, int, int]
 
 
 def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
-    """32 hex digits over the model's configuration, its weights (sampled) and the operator's ``model_revision``."""
+    """32 hex digits over configuration of model and media, weights (sampled) and the operator's ``model_revision``.
+
+    Raises OSError.
+    """
     model = vllm_config.model_config
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_MATTER}
     parts = [
@@ -37,6 +51,8 @@ def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
     ]
     if _depends_on_length(config):
         parts.append(str(model.max_model_len))
+    if model.multimodal_config is not None:
+        parts.append(_media_settings(model.multimodal_config))
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -122,6 +138,18 @@ def files_digest(path: str) -> str:
         digest.update(file.name.encode() + b"\0")
         _update_with_samples(digest, file)
     return digest.hexdigest()
+
+
+def _media_settings(media: MultiModalConfig) -> str:
+    # vLLM's digests of media do not cover what is set for all requests.
+    settings = {
+        field.name: getattr(media, field.name)
+        for field in dataclasses.fields(media)
+        if field.name not in _NO_MATTER_OF_MEDIA
+    }
+    if scales := settings.get("mm_encoder_fp8_scale_path"):
+        settings["mm_encoder_fp8_scale_path"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _files(path: str) -> list[Path]:

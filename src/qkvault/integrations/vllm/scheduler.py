@@ -43,6 +43,7 @@ class Engine(NamedTuple):
     can_load: bool = True
     can_save: bool = True
     shares_blocks: bool = True  # its own prefix cache is on: what one request has loaded, others have too
+    hashes_media: bool = True  # what it calls a medium is a digest
 
 
 class SchedulerSide:
@@ -103,8 +104,9 @@ class SchedulerSide:
         if tracked is None or not tracked.can_load or request.skip_reading_prefix_cache:
             return 0
         tracked.num_local, tracked.is_asking = num_local, True
-        if self._locate(tracked) and self._may_wait(tracked, naps=True):
+        if self._locate(tracked) and self._may_wait(tracked, is_pending=True):
             return None
+        tracked.end_wait(self._stats)
         found = tracked.first_chunk * self._space.chunk_size + _num_everywhere(tracked.ready)
         tracked.num_found = found
         limit = request.num_tokens - 1  # one token must be left to compute
@@ -112,13 +114,8 @@ class SchedulerSide:
         if num_external < max(1, self._config.min_hit_tokens):
             self._release(tracked)
             return 0
-        if (
-            self._arriving
-            and any(ref.key in self._arriving for ref in tracked.ready[0])
-            and self._may_wait(tracked, naps=False)
-        ):
-            return None
-        return num_external
+        is_arriving = bool(self._arriving) and any(ref.key in self._arriving for ref in tracked.ready[0])
+        return None if is_arriving and self._may_wait(tracked, is_pending=False) else num_external
 
     def allocated(self, request_id: str, block_ids: Sequence[int], num_external: int) -> None:
         """VLLM gave the request blocks; ``num_external`` tokens of them are to be loaded in the coming step.
@@ -131,7 +128,7 @@ class SchedulerSide:
         if tracked is None:
             return
         self._release(tracked)
-        tracked.deadline = None
+        tracked.deadline = tracked.pending_since = None
         if tracked.is_asking:
             tracked.is_asking = False
             found = tracked.loaded_from if num_external > 0 else {}
@@ -221,14 +218,14 @@ class SchedulerSide:
 
     def _track(self, request: Request) -> Tracked | None:
         if request.request_id not in self._tracked:
-            identity, reason = identity_of(request, self._adapters)
+            identity, reason = identity_of(request, self._adapters, hashes_media=self._engine.hashes_media)
             if reason is not None:
                 _log.warning("request_not_cached", request=request.request_id, reason=reason)
             prefix = Prefix(self._space, identity, shared=self._config.is_shared) if reason is None else None
             self._tracked[request.request_id] = Tracked(request, prefix, identity.adapter) if prefix else None
         tracked = self._tracked[request.request_id]
         if tracked is not None:
-            tracked.prefix.update_to(request.all_token_ids)
+            tracked.take_tokens(self._stats)
         return tracked if self._engine.can_load else None
 
     def _locate(self, tracked: Tracked) -> int:
@@ -256,12 +253,14 @@ class SchedulerSide:
         self._end_leases({each.lease_id for each in found})
         return _num_everywhere([each.ready for each in found])
 
-    def _may_wait(self, tracked: Tracked, *, naps: bool) -> bool:
+    def _may_wait(self, tracked: Tracked, *, is_pending: bool) -> bool:
         now = self._clock()
         tracked.deadline = tracked.deadline or now + self._config.load_deadline_seconds
         if now >= tracked.deadline:
             return False
-        if naps and self._may_nap:
+        if is_pending:
+            tracked.pending_since = tracked.pending_since or self._stats.clock()
+        if is_pending and self._may_nap:
             self._may_nap = False  # once a step
             self._client.wait_change(_IDLE_NAP_SECONDS)
         return True
@@ -318,7 +317,7 @@ class SchedulerSide:
             return None
         last = end if self._config.save_decode else tracked.request.num_prompt_tokens
         end = min(end, last, len(block_ids) * self._engine.block_size)
-        tracked.prefix.update_to(tracked.request.all_token_ids)
+        tracked.take_tokens(self._stats)
         start = tracked.stored_tokens
         tracked.stored_tokens = max(start, floor_to(self._space.chunk_size, end))
         stop = floor_to(self._engine.block_size, end) if with_tail else tracked.stored_tokens

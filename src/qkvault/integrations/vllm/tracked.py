@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from qkvault.integrations.vllm.fingerprint import Adapters
 from qkvault.prefix import Prefix
+from qkvault.stats import StatsMonitor
 from qkvault.types import ChunkRefs, Medium
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Tracked:
     num_found: int = 0  # what the store has from the first token on, as of the last query
     is_asking: bool = False  # queried since vLLM gave it blocks
     deadline: float | None = None  # when we stop waiting for chunks on their way
+    pending_since: float | None = None  # when some were first seen on their way from a tier, on the statistics' clock
     stored_tokens: int = 0  # [0, stored) is in the store as whole chunks, or was tried
     saved_end: int = 0  # the same with the tail
     rests_until: int = 0  # the last store had no success: none is tried before this token is computed
@@ -45,6 +47,22 @@ class Tracked:
     def confirm(self, adapters: Adapters) -> None:
         """Store nothing more if the files of the request's adapter are others than when the keys were made."""
         self.can_save = self.can_save and adapters.is_still(self.request.lora_request, self.adapter)
+
+    def take_tokens(self, stats: StatsMonitor) -> None:
+        """Hash the tokens that have come since the last call, if any."""
+        tokens = self.request.all_token_ids
+        if (num_new := len(tokens) - self.prefix.num_tokens) > 0:
+            with stats.stage("process_tokens", num_tokens=num_new):
+                self.prefix.update_to(tokens)
+
+    def end_wait(self, stats: StatsMonitor) -> None:
+        """Count the wait for chunks on their way, if there was one: the bytes of all ranks, and the tokens once."""
+        since_seconds, self.pending_since = self.pending_since, None
+        if since_seconds is not None:
+            risen = [[run for run in refs.runs if run.medium is not Medium.RAM] for refs in self.ready]
+            num_bytes = sum(run.count * run.image_bytes for runs in risen for run in runs)
+            num_tokens = sum(run.count * run.num_tokens for run in risen[0])
+            stats.on_stage("get", stats.clock() - since_seconds, num_bytes=num_bytes, num_tokens=num_tokens)
 
     def rewind(self, start: int) -> None:
         """What begins at ``start``, a chunk's first token, is not stored."""

@@ -71,7 +71,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
 
     def load(self, plan: StepPlan) -> None:
-        """Begin the loads of this step, and store what finished requests have left."""
+        """Begin the loads of this step."""
         if plan.number == self._step_loaded:
             return
         self._step_loaded = plan.number
@@ -80,21 +80,23 @@ class WorkerSide:
             request = self._stats.on_retrieve_request(len(op.block_ids) * self._paged.block_size)
             num_good = self._try_load(op, deadline)
             self._loading.append(_Loading(op, num_good, self._mark(), request))
-        if plan.finals:
-            self._sent.update(op.request_id for op in plan.finals)
-            self._try_save(plan.finals)
+        # vLLM may ask before ``save``, and gives their blocks away after it.
+        self._sent.update(op.request_id for op in plan.finals)
 
     def save(self, plan: StepPlan) -> None:
-        """Store what this step computed. An idle step waits until a device has copied all that was begun."""
+        """Store what this step computed and what finished requests have left, in one go (row 466).
+
+        An idle step waits until a device has copied all that was begun.
+        """
         if plan.number == self._step_saved:
             return
         self._step_saved = plan.number
-        if plan.saves:
-            for op, num_saved in zip(plan.saves, self._try_save(plan.saves), strict=True):
+        if plan.saves or plan.finals:
+            num_saved_of = self._try_save([*plan.saves, *plan.finals])
+            for op, num_saved in zip(plan.saves, num_saved_of, strict=False):
                 if num_saved < len(op.items):
                     chunks_tokens = num_saved * self._paged.layout.chunk_size
                     self._report.unsaved[op.request_id] = op.start_token + chunks_tokens
-        if plan.saves or plan.finals:
             self._report.saved_step = plan.number
         self._settle(wait=plan.is_idle)
 
