@@ -9,6 +9,8 @@ import gc
 import importlib.util
 import os
 import runpy
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -151,6 +153,33 @@ def model_path() -> Path:
 def model_run() -> SimpleNamespace:
     """Models as transformers computes them: ``load_model`` and ``run_model`` of the module of that name."""
     return SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("model_run.py"))))
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Paths of a certificate of 127.0.0.1 that signs itself, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = (
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=qkvault "
+        f"-addext subjectAltName=IP:127.0.0.1,DNS:localhost -keyout {key} -out {cert}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return str(cert), str(key)
+
+
+@pytest.fixture(scope="session")
+def tls(certificate: tuple[str, str]) -> SimpleNamespace:
+    """What both ends of TLS on 127.0.0.1 need: ``server`` and ``client`` are contexts, made as from settings."""
+    from qkvault.config import load
+    from qkvault.connecting import client_tls
+    from qkvault.server.places import server_tls
+
+    cert, key = certificate
+    server = server_tls(load(env={}, cli={"tls_cert_path": cert, "tls_key_path": key}).config)
+    return SimpleNamespace(server=server, client=client_tls(cert), ca_path=cert)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

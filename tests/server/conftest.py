@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -199,18 +198,3 @@ def store(client, space, tokens, identity=None):
 def kit():
     """How to speak to a server as engines and operators do."""
     return SimpleNamespace(Http=Http, instance_of=instance_of, space_of=space_of, store=store)
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory):
-    """Paths of a certificate of 127.0.0.1 that signs itself, and of its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = (
-        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=qkvault "
-        f"-addext subjectAltName=IP:127.0.0.1,DNS:localhost -keyout {key} -out {cert}"
-    )
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return str(cert), str(key)
