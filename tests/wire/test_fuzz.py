@@ -36,7 +36,8 @@ from qkvault.wire.sockets import SocketTransport
 
 SECONDS = float(os.environ.get("QKV_FUZZ_SECONDS", "2"))
 SEED = int(os.environ.get("QKV_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1 << 32)
-BOUND_SECONDS = 10.0  # in which the others are answered, on a machine that others use as well
+SOON_SECONDS = 0.25  # in which 99 of 100 answers to the others come, on a machine that others use as well;
+BOUND_SECONDS = 3.0  # and each one in this. A client gives up after one second, if nobody says otherwise
 GROWTH_BYTES = 192 << 20  # of this process, the pool and both ends of all sockets included
 TOKEN = "sesame"
 WORDS = ["aabb", "aabbc", "xxyy", "zz"]
@@ -369,10 +370,33 @@ def other_bytes(client, located, word):
     return found
 
 
-def watch(client, is_over, slowest, wrong):
-    """Somebody else's client: what it asks is answered in time, and right."""
-    while not is_over.wait(0.01):
+class Timed:
+    """A transport that notes how long each answer took, in seconds."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self.seconds = []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def call(self, *args):
+        return self._time(self._transport.call, *args)
+
+    def fetch(self, *args):
+        return self._time(self._transport.fetch, *args)
+
+    def _time(self, ask, *args):
         start = time.monotonic()
+        try:
+            return ask(*args)
+        finally:
+            self.seconds.append(time.monotonic() - start)
+
+
+def watch(client, is_over, wrong):
+    """Somebody else's client: what it asks is answered right."""
+    while not is_over.wait(0.01):
         try:
             save(client, "aabbc")
             located = find(client, "aabbc")
@@ -382,24 +406,24 @@ def watch(client, is_over, slowest, wrong):
         except Exception as error:  # thread top: told by the test's own thread
             wrong.append(error)
             return
-        slowest[0] = max(slowest[0], time.monotonic() - start)
 
 
-@pytest.mark.timeout(SECONDS + 120)
-@pytest.mark.parametrize("kind", ["unix", "tcp", "tls"])
-def test_whatever_one_sends_the_others_are_answered(kind, tmp_path, caplog, until, request):
-    """B256, B490: random bytes, spoilt, huge and slow frames, data that lies, crowds that say nothing, no handshake."""
-    is_unix = kind == "unix"
-    tls = request.getfixturevalue("tls") if kind == "tls" else SimpleNamespace(server=None, client=None)
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def served(request, tmp_path):
+    """A store of a few words, a timed client of it, and how to dial its server."""
+    is_unix = request.param == "unix"
+    ends = request.getfixturevalue("tls") if request.param == "tls" else SimpleNamespace(server=None, client=None)
+    address = f"unix://{tmp_path}/s" if is_unix else "tcp://127.0.0.1:0"
+    make = SocketTransport if is_unix else RemoteTransport
     with ExitStack() as stack:
         driver = stack.enter_context(closing(make_driver(DictTier(), lease_seconds=1.0, pool_bytes=24 * 8192)))
-        address = f"unix://{tmp_path}/s" if is_unix else "tcp://127.0.0.1:0"
-        server = stack.enter_context(
-            closing(SocketServer(driver, driver.pool, address, epoch=7, token=TOKEN, tls=tls.server))
-        )
-        make = SocketTransport if is_unix else RemoteTransport
-        transport = make(server.address, "watch", timeout_seconds=WAIT_SECONDS, token=TOKEN, tls=tls.client)
+        server = SocketServer(driver, driver.pool, address, epoch=7, token=TOKEN, tls=ends.server)
+        stack.enter_context(closing(server))
+        transport = Timed(make(server.address, "watch", timeout_seconds=WAIT_SECONDS, token=TOKEN, tls=ends.client))
         client = stack.enter_context(closing(StoreClient(transport)))
+        for word in WORDS:
+            save(client, word)
+        transport.seconds.clear()
 
         def dial():
             if is_unix:
@@ -411,13 +435,17 @@ def test_whatever_one_sends_the_others_are_answered(kind, tmp_path, caplog, unti
             plain.settimeout(WAIT_SECONDS)
             return plain
 
-        process = psutil.Process()
-        for word in WORDS:
-            save(client, word)
-        fuzzer = stack.enter_context(closing(Fuzzer(dial, SEED, is_unix=is_unix, tls=tls.client)))
+        yield SimpleNamespace(client=client, seconds=transport.seconds, dial=dial, is_unix=is_unix, tls=ends.client)
+
+
+@pytest.mark.timeout(SECONDS + 120)
+def test_whatever_one_sends_the_others_are_answered(served, caplog, until):
+    """B256, B490: random bytes, spoilt, huge and slow frames, data that lies, crowds that say nothing, no handshake."""
+    client, process = served.client, psutil.Process()
+    with closing(Fuzzer(served.dial, SEED, is_unix=served.is_unix, tls=served.tls)) as fuzzer:
         num_threads, num_descriptors = threading.active_count(), process.num_fds()
-        is_over, slowest, wrong = threading.Event(), [0.0], fuzzer.wrong
-        watcher = threading.Thread(target=watch, args=(client, is_over, slowest, wrong))
+        is_over, wrong = threading.Event(), fuzzer.wrong
+        watcher = threading.Thread(target=watch, args=(client, is_over, wrong))
         watcher.start()
         deadline, rounds, grown_bytes = time.monotonic() + SECONDS, 0, 0
         before_bytes = process.memory_info().rss
@@ -430,15 +458,18 @@ def test_whatever_one_sends_the_others_are_answered(kind, tmp_path, caplog, unti
         finally:
             is_over.set()
             watcher.join()
-        fuzzer.close()
-        said = f"seed {SEED}, {rounds} rounds, slowest {slowest[0]:.2f} s, grown by {grown_bytes >> 20} MB"
-        sys.stdout.write(said + "\n")
-        assert wrong == [], said
-        assert slowest[0] < BOUND_SECONDS, said
-        assert grown_bytes < GROWTH_BYTES, said
-        assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [], said
-        until(lambda: client.status().num_sessions == 1)
-        until(lambda: client.status().num_leases == 0)
-        client.check()
-        gc.collect()
-        assert (threading.active_count(), process.num_fds()) == (num_threads, num_descriptors), said
+    answers = sorted(served.seconds)
+    soon, slowest = answers[len(answers) * 99 // 100], answers[-1]
+    times = f"{len(answers)} answers, 99 % in {soon:.3f} s, slowest {slowest:.2f} s"
+    said = f"seed {SEED}, {rounds} rounds, {times}, grown by {grown_bytes >> 20} MB"
+    sys.stdout.write(said + "\n")
+    assert wrong == [], said
+    assert soon < SOON_SECONDS, said
+    assert slowest < BOUND_SECONDS, said
+    assert grown_bytes < GROWTH_BYTES, said
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [], said
+    until(lambda: client.status().num_sessions == 1)
+    until(lambda: client.status().num_leases == 0)
+    client.check()
+    gc.collect()
+    assert (threading.active_count(), process.num_fds()) == (num_threads, num_descriptors), said
