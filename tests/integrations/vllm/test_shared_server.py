@@ -51,8 +51,8 @@ def address(tmp_path):
 
 def test_engines_share_a_server_and_outlive_it(stack, server_process, start_engines, tmp_path, address):
     """B97, B104: a prompt that one has computed the other hits, with the same text; the server is killed under load and
-    both go on without an error, and not much slower; it is started again, and hits are back in two seconds, from disk for
-    what was stored.
+    both go on without an error, and not much slower; it is started again, and hits are back in two seconds, from disk
+    for what was stored.
     """
     rng = random.Random(6)
     prompt, *others = ([rng.randrange(3, 500) for _ in range(300)] for _ in range(12))
