@@ -139,9 +139,10 @@ def problems(measured: Sequence[Measured]) -> Iterator[str]:
 
 
 def results_table(measured: Sequence[Measured], dtype: str) -> Table:
+    num_questions = len(of_way(measured, COLD))
     num_tokens = max(one.answer.num_prompt_tokens for one in measured)
     table = Table(
-        title=f"Time to the first token, {len(of_way(measured, COLD))} questions, prompts of up to {num_tokens:,} tokens",
+        title=f"Time to the first token of {num_questions} questions, prompts of up to {num_tokens:,} tokens",
         caption=(
             f"SmolLM2-135M in {dtype}, vLLM {vllm_version()}, {os.cpu_count()} CPUs. Cold: each question has a copy of "
             "the document to itself (by cache_salt). Hits: another question about each copy, after vLLM's own prefix "

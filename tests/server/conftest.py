@@ -33,11 +33,12 @@ MAIN = "from qkvault.cli.app import main; main()"
 class Process:
     """One ``qkvault serve``."""
 
-    def __init__(self, folder: Path, flags, environment, code):
+    def __init__(self, folder: Path, flags, environment, code, *, is_bare=False):
         self.address = f"unix://{folder}/s"
         self._log = folder / "log"
         listen = [] if "--listen" in flags else ["--listen", self.address]
-        command = [sys.executable, "-c", code, "serve", "--ram", "8MiB", *listen, *flags]
+        always = [] if is_bare else ["--ram", "8MiB", *listen]
+        command = [sys.executable, "-c", code, "serve", *always, *flags]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=os.environ | environment, start_new_session=True
@@ -84,11 +85,11 @@ class Process:
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Starts servers; flags are those of ``qkvault serve``. They are gone after the test."""
+    """Starts servers; flags are those of ``qkvault serve``, all of them if it is bare. They are gone after the test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     with ExitStack() as stack:
-        yield lambda *flags, code=MAIN, **environment: stack.enter_context(
-            closing(Process(tmp_path, flags, environment, code))
+        yield lambda *flags, code=MAIN, is_bare=False, **environment: stack.enter_context(
+            closing(Process(tmp_path, flags, environment, code, is_bare=is_bare))
         )
 
 
