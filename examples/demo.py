@@ -60,15 +60,21 @@ class Measured(NamedTuple):
     answer: Answer
 
 
-def measure(settings: dict[str, object], log: TextIO, progress: Progress) -> tuple[list[Measured], Story]:
-    """Ask all questions in all ways, in two lives of vLLM; in the second one also capture the queries of one answer."""
+def measure(
+    settings: dict[str, object], log: TextIO, progress: Progress, *, quick: bool
+) -> tuple[list[Measured], Story | None]:
+    """Ask all questions in all ways, in two lives of vLLM; in the second one also capture the queries of one answer.
+
+    ``quick`` asks one question, and captures nothing.
+    """
     measured: list[Measured] = []
-    num_questions = len(QUESTIONS)
+    questions = QUESTIONS[:1] if quick else QUESTIONS
+    num_questions = len(questions)
     document = DOCUMENT.read_text(encoding="utf-8")
-    task = progress.add_task("", total=3 + 3 * num_questions)
+    task = progress.add_task("", total=(2 if quick else 3) + 3 * num_questions)
 
     def ask_all(ask: Ask, way: str, shift: int) -> None:
-        for question, text in enumerate(QUESTIONS):
+        for question, text in enumerate(questions):
             progress.update(task, description=f"{way}: {text}")
             message = f"{document}\n\n{text} Answer in one sentence."
             salt = f"copy-{(question + shift) % num_questions}"
@@ -85,12 +91,14 @@ def measure(settings: dict[str, object], log: TextIO, progress: Progress) -> tup
         ask_all(ask, RAM, 1)
         progress.update(task, description="stopping vLLM")
     progress.update(task, description="starting vLLM again")
-    with life(settings | {"extra": settings["extra"] | CAPTURE}, log) as ask:
+    with life(settings if quick else settings | {"extra": settings["extra"] | CAPTURE}, log) as ask:
         progress.advance(task)
         ask_all(ask, DISK, 2)
-        progress.update(task, description=f"capturing queries: {QUESTIONS[CAPTURED]}")
-        story = captured(ask, Path(str(settings["model"])), document)
-        progress.advance(task)
+        story = None
+        if not quick:
+            progress.update(task, description=f"capturing queries: {QUESTIONS[CAPTURED]}")
+            story = captured(ask, Path(str(settings["model"])), document)
+            progress.advance(task)
         progress.update(task, description="stopping vLLM")
     return measured, story
 
@@ -126,14 +134,15 @@ def problems(measured: Sequence[Measured]) -> Iterator[str]:
         if (way == DISK) != (answer.num_disk_chunks > 0):
             yield f"{way}, question {question + 1}: {answer.num_disk_chunks} chunks came from disk"
     for way in (RAM, DISK):
-        if different := len(QUESTIONS) - num_same(measured, way):
+        if different := len(of_way(measured, way)) - num_same(measured, way):
             yield f"{way}: {different} answers have other tokens than cold"
 
 
 def results_table(measured: Sequence[Measured], dtype: str) -> Table:
+    num_questions = len(of_way(measured, COLD))
     num_tokens = max(one.answer.num_prompt_tokens for one in measured)
     table = Table(
-        title=f"Time to the first token of {len(QUESTIONS)} questions, prompts of up to {num_tokens:,} tokens",
+        title=f"Time to the first token of {num_questions} questions, prompts of up to {num_tokens:,} tokens",
         caption=(
             f"SmolLM2-135M in {dtype}, vLLM {vllm_version()}, {os.cpu_count()} CPUs. Cold: each question has a copy of "
             "the document to itself (by cache_salt). Hits: another question about each copy, after vLLM's own prefix "
@@ -183,34 +192,39 @@ def demo(
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16: slow on many CPUs, and tokens may differ.")] = (
         "float32"
     ),
+    quick: Annotated[bool, typer.Option("--quick", help="One question, and no captured queries.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the disk tier and vLLM's log, and say where.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
 ) -> None:
     """Questions cold, from RAM and from disk, and what an answer looked at. Exit code 1 if something is amiss."""
     console = Console(stderr=True)
-    console.print("Two lives of vLLM with a small model; three to five minutes on two cores.")
+    minutes = "one or two minutes" if quick else "three to five minutes"
+    console.print(f"Two lives of vLLM with a small model; {minutes} on two cores.")
     with scratch(keep=keep) as (folder, log_path):
         settings = {"model": str(model_path()), "dtype": dtype, "extra": {"qkvault.disk_path": str(folder)}}
         try:
             with log_path.open("w", encoding="utf-8") as log, progress_on(console) as progress:
-                measured, story = measure(settings, log, progress)
+                measured, story = measure(settings, log, progress, quick=quick)
         except EngineDied as error:
             show_death(error, log_path, console)
             raise typer.Exit(1) from error
         show(measured, story, dtype, as_json=as_json, console=console)
 
 
-def show(measured: Sequence[Measured], story: Story, dtype: str, *, as_json: bool, console: Console) -> None:
+def show(measured: Sequence[Measured], story: Story | None, dtype: str, *, as_json: bool, console: Console) -> None:
     """The results. Ends the program with code 1 if they are not as they should be."""
-    import capture_queries
-
-    found = [*problems(measured), *capture_queries.problems(story)]
-    if as_json:
-        told = results_json(measured, dtype) | {"capture": capture_queries.as_json(story, [], []), "problems": found}
-        print(json.dumps(told, indent=2))
-    else:
+    found, told = list(problems(measured)), results_json(measured, dtype)
+    if not as_json:
         Console().print(results_table(measured, dtype))
-        capture_queries.show(story, Console())
+    if story is not None:
+        import capture_queries
+
+        found += capture_queries.problems(story)
+        told["capture"] = capture_queries.as_json(story, [], [])
+        if not as_json:
+            capture_queries.show(story, Console())
+    if as_json:
+        print(json.dumps(told | {"problems": found}, indent=2))
     for problem in found:
         console.print(problem, style="red")
     if found:

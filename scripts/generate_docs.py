@@ -22,9 +22,10 @@ _ROW: Final = re.compile(r"\| B(\d+) \| (.*?) \| .*")
 
 
 def proofs() -> dict[int, list[str]]:
-    """Behaviour number to the ids of the tests that cite it, in order."""
+    """Behaviour number to the ids of the tests that cite it, in order; those of contract suites come last."""
     found: dict[int, list[str]] = defaultdict(list)
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+    suites = sorted((ROOT / "src" / "qkvault" / "testing").glob("*.py"))
+    for path in [*sorted((ROOT / "tests").rglob("test_*.py")), *suites]:
         for name, docstring in _tests_of(ast.parse(path.read_text(encoding="utf-8"))):
             for first, last in _CITATION.findall(docstring):
                 for number in range(int(first), int(last or first) + 1):

@@ -9,6 +9,8 @@ import gc
 import importlib.util
 import os
 import runpy
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -160,6 +162,35 @@ def network() -> Iterator[Callable[[str], object]]:
     with ExitStack() as stack:
         make = runpy.run_path(str(Path(__file__).with_name("network.py")))["Network"]
         yield lambda address: stack.enter_context(closing(make(address)))
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Paths of a certificate of 127.0.0.1 that signs itself, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = (
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=qkvault "
+        f"-addext subjectAltName=IP:127.0.0.1,DNS:localhost -keyout {key} -out {cert}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return str(cert), str(key)
+
+
+@pytest.fixture(scope="session")
+def tls(certificate: tuple[str, str]) -> SimpleNamespace:
+    """What both ends of TLS on 127.0.0.1 need: ``server`` and ``client`` are contexts, made as from settings."""
+    from qkvault.address import parse_address
+    from qkvault.config import load
+    from qkvault.connecting import tls_for
+    from qkvault.server.places import server_tls
+
+    cert, key = certificate
+    server = server_tls(load(env={}, cli={"tls_cert_path": cert, "tls_key_path": key}).config)
+    client = tls_for(load(env={}, cli={"tls_ca_path": cert}).config, parse_address("tcp://127.0.0.1:1"))
+    return SimpleNamespace(server=server, client=client, ca_path=cert)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -154,7 +154,7 @@ def test_a_call_that_fails_misses_the_target_of_the_load(tmp_path):
             time.sleep(0.05)
             children = psutil.Process(running.pid).children()
             clients = [child for child in children if "bench.load.client" in child.cmdline()]
-        next(child for child in children if "bench.micro.server" in child.cmdline()).kill()
+        next(child for child in children if "serve" in child.cmdline()).kill()
         told, _ = running.communicate(timeout=120)
     assert running.returncode == 1, told
     assert "missed  2 clients, lookup: at most 0 failed" in told

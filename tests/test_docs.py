@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import runpy
 from collections.abc import Callable, Iterator, Sequence
@@ -41,15 +42,20 @@ def pages_not_listed(root: Path) -> Iterator[str]:
 
 
 def behaviour_problems(root: Path) -> Iterator[str]:
-    """Rows of docs/behaviours.md are numbered, each number once and in order, and cite tests that exist."""
+    """Rows of docs/behaviours.md are numbered, each number once and in order, and cite tests that exist and run."""
     text = (root / "docs" / "behaviours.md").read_text(encoding="utf-8")
     numbers = [int(number) for number in re.findall(r"^\|\s*B(\d+)\s*\|", text, flags=re.MULTILINE)]
     if numbers != sorted(set(numbers)):
         yield f"rows are not numbered in order: {numbers}"
     methods = methods_by_class(root)
-    for file, name in re.findall(r"(tests/[\w/]+\.py)::([\w:]+)", text):
+    for number, told, cited in re.findall(r"^\| B(\d+) \| (.*?) \| (.*?) ?\|$", text, flags=re.MULTILINE):
+        if not cited.strip() and not re.search(r"\([^)]*\b(planned|not built)\b", told):
+            yield f"B{number} has no proof, and does not say that it is planned or not built"
+    for file, name in re.findall(r"((?:tests|src)/[\w/]+\.py)::([\w:]+)", text):
         if not is_test(root / file, name.split("::"), methods):
             yield f"no test {file}::{name}"
+        elif file.startswith("src/") and not is_run(root, name.partition("::")[0]):
+            yield f"no test runs {file}::{name}"
 
 
 def methods_by_class(root: Path) -> dict[str, set[str]]:
@@ -66,9 +72,20 @@ def methods_by_class(root: Path) -> dict[str, set[str]]:
 def is_test(path: Path, names: Sequence[str], methods: dict[str, set[str]]) -> bool:
     if not path.is_file():
         return False
+    return names[0] in names_in(path) and (len(names) == 1 or inherits(names[0], names[-1], methods))
+
+
+@functools.cache
+def names_in(path: Path) -> set[str]:
+    """What is defined at its top."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
-    at_top = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    return names[0] in at_top and (len(names) == 1 or inherits(names[0], names[-1], methods))
+    return {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+
+
+def is_run(root: Path, suite: str) -> bool:
+    """Whether a class of the tests is made from that contract suite."""
+    made = re.compile(rf"^class Test\w+\(.*\b{suite}\b.*\):", flags=re.MULTILINE)
+    return any(made.search(path.read_text(encoding="utf-8")) for path in root.glob("tests/**/test_*.py"))
 
 
 def inherits(class_name: str, method: str, methods: dict[str, set[str]]) -> bool:
@@ -125,11 +142,15 @@ def site(tmp_path):
         "docs/behaviours.md": (
             "| B1 | is | `tests/test_a.py::test_f[x]`, `tests/test_a.py::TestDisk::test_load` |\n"
             "| B1 | is not | `tests/test_a.py::test_g`, `tests/test_a.py::TestDisk::test_h`, `tests/no.py::test_f` |\n"
+            "| B2 | one day (all of it planned) |  |\n| B3 | was planned |  |\n| B4 | is said | |\n"
+            "| B5 | is | `src/qkvault/testing/c.py::Contract::test_load`, `src/qkvault/testing/c.py::Other::test_f` |\n"
         ),
         "CONTRIBUTING.md": "`QKV_LONG=600` makes it long",
         "tests/test_b.py": "x = environ.get({!r}), environ.get({!r})".format("QKV_LONG", "LONG"),
         "tests/test_a.py": "from c import Contract\ndef test_f(): ...\nclass TestDisk(Contract): ...\n",
-        "src/qkvault/testing/c.py": "class Contract:\n    def test_load(self): ...\n",
+        "src/qkvault/testing/c.py": (
+            "class Contract:\n    def test_load(self): ...\nclass Other:\n    def test_f(self): ...\n"
+        ),
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -147,10 +168,13 @@ def test_a_page_that_is_not_listed_is_seen(site):
 
 def test_a_wrong_number_or_citation_is_seen(site):
     assert list(behaviour_problems(site)) == [
-        "rows are not numbered in order: [1, 1]",
+        "rows are not numbered in order: [1, 1, 2, 3, 4, 5]",
+        "B3 has no proof, and does not say that it is planned or not built",
+        "B4 has no proof, and does not say that it is planned or not built",
         "no test tests/test_a.py::test_g",
         "no test tests/test_a.py::TestDisk::test_h",
         "no test tests/no.py::test_f",
+        "no test runs src/qkvault/testing/c.py::Other::test_f",
     ]
 
 

@@ -6,6 +6,7 @@ a page lie in one folder; those marked ``run`` are then run there, by pytest if 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -87,6 +88,22 @@ def measured_with(demo, **changed):
                 answer |= changed
             measured.append(demo["Measured"](way, question, demo["Answer"](**answer)))
     return measured
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_the_demo_shows_what_it_says(model_path):
+    """B494: a hit in RAM, and one on disk after a restart, of one question under stock vLLM; the answer is the same."""
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--quick", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "QKV_MODELS": str(model_path.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["problems"] == []
+    assert [answer["way"] for answer in told["answers"]] == ["cold", "hit in RAM", "hit on disk, restarted"]
+    cold, *hits = told["median_ttft_seconds"].values()
+    assert cold > 2 * max(hits)
 
 
 def test_a_demo_that_went_well_has_no_problems(demo):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tarfile
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +30,19 @@ def test_installing_beside_vllm_changes_no_installed_version(tmp_path):
     assert found.returncode == 0, found.stderr
     planned = {item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]}
     assert planned == {"qkvault"}
+
+
+def test_the_source_distribution_is_a_whole_checkout(tmp_path):
+    """B493: it lacked what `make setup` runs, so that no test with a model ran from it."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode != 0:
+        pytest.skip("not a checkout")
+    builder = pytest.importorskip("hatchling.builders.sdist").SdistBuilder(str(ROOT))
+    (path,) = builder.build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(path) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(tracked.stdout.split()) <= held
+    assert not [name for name in held if "__pycache__" in name or name.startswith((".venv", ".cache"))]
 
 
 def test_the_command_and_the_connector_are_found_by_their_entry_points():

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -35,8 +36,11 @@ from qkvault.wire import messages as m
 zmq = pytest.importorskip("zmq", reason="pyzmq is of the extra `server`")
 pytestmark = pytest.mark.vllm
 
-# An interpreter with the package ai-dynamo-runtime, which is not among our dependencies.
-DYNAMO_PYTHON = os.environ.get("QKV_DYNAMO_PYTHON")
+# An interpreter with the package ai-dynamo-runtime, which is not among our dependencies: `make test` makes one.
+DYNAMO = Path(__file__).resolve().parent.parent / ".cache" / "dynamo"
+DYNAMO_PYTHON = os.environ.get(
+    "QKV_DYNAMO_PYTHON", str(DYNAMO / "bin" / "python" if (DYNAMO / ".stamp").exists() else "")
+)
 CHUNK, BLOCK, TOKEN_PAYLOAD_BYTES, WAIT_SECONDS = 32, 16, 64, 20.0
 DESCRIBED = described(dtype="float16", block_size=BLOCK, chunk_size=CHUNK)
 SPACE = DESCRIBED.space
@@ -558,7 +562,7 @@ class Dynamo:
         self.until(lambda: all(self.counts(word) == counts for word, counts in wanted.items()))
 
 
-@pytest.mark.skipif(not DYNAMO_PYTHON, reason="QKV_DYNAMO_PYTHON names no interpreter with ai-dynamo-runtime")
+@pytest.mark.skipif(not DYNAMO_PYTHON, reason="no ai-dynamo-runtime: `make test` installs it, or QKV_DYNAMO_PYTHON")
 def test_dynamo_counts_what_the_store_has(config, tmp_path, monkeypatch):
     """B234: stored before it listened, evicted, loaded, replaced, salted, cleared, lost, and after a restart."""
     monkeypatch.setattr(publishing, "_QUIET_SECONDS", 0.5)

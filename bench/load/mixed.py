@@ -1,26 +1,34 @@
-"""Many processes on one server: each looks prompts up, loads what is cached, stores the rest, and looks at each byte.
+"""Many processes on one `qkvault serve`, with RAM only: each looks up, loads what is cached, and stores the rest.
 
-Prompts come in families with a beginning in common, some asked for often and many seldom; together they are more than
-the pool holds, so that somebody is evicted all the time. A call that fails, or finds anything but what was stored, is a
-target that is missed.
+Each byte is looked at. Prompts come in families with a beginning in common, some asked for often and many seldom;
+together they are more than the pool holds, so that somebody is evicted all the time. A call that fails, or finds
+anything but what was stored, is a target that is missed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 from bench.children import Child
 from bench.load.client import CALLS, FAULTS, IMAGE_BYTES
 from bench.load.histogram import Histogram
+from bench.machine import ROOT
 from bench.report import Screen
 from bench.rig import require_memory
 from bench.samples import Measure, Role, Row, Series, Skip, Target, Unit
 from bench.settings import Settings
+from qkvault.errors import Unavailable
+from qkvault.wire.sockets import SocketTransport
 
 START_SECONDS: Final = 120.0
+_LOOK_SECONDS: Final = 0.05  # between two looks at a server that starts
 _QUANTILES: Final = 20  # that are kept of each call, from the least to the most
 _NO_FAULTS: Final = tuple(Target(Measure.FACT, 0, name) for name in FAULTS)
 
@@ -46,9 +54,7 @@ def _answers(settings: Settings, screen: Screen, count: int, ram_bytes: int) -> 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qkvault-bench-"))
         address = f"unix://{folder}/store"
-        start = [sys.executable, "-m", "bench.micro.server", address, f"{folder}/echo", str(ram_bytes)]
-        server = stack.enter_context(contextlib.closing(Child("the store's process", start)))
-        server.receive(START_SECONDS)
+        stack.enter_context(_serving(address, ram_bytes))
         command = [sys.executable, "-m", "bench.load.client", address]
         clients = [
             stack.enter_context(contextlib.closing(Child(f"client {number}", [*command, str(settings.seed + number)])))
@@ -67,6 +73,37 @@ def _answers(settings: Settings, screen: Screen, count: int, ram_bytes: int) -> 
                     screen.skip(f"load, {count} clients: {client.name}", str(reason))
                 advance()
     return answers
+
+
+@contextlib.contextmanager
+def _serving(address: str, ram_bytes: int) -> Iterator[None]:
+    # Raises Skip if it does not come up.
+    command = [sys.executable, "-m", "qkvault", "serve", "--listen", address, "--ram", str(ram_bytes)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("QKVAULT_")}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, env=environment | {"PYTHONPATH": str(ROOT / "src")}, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not _answers_at(address):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    msg = f"qkvault serve did not start: {log.read().decode(errors='replace')}"
+                    raise Skip(msg)
+                time.sleep(_LOOK_SECONDS)
+            yield
+        finally:
+            process.terminate()
+            process.wait(START_SECONDS)
+
+
+def _answers_at(address: str) -> bool:
+    try:
+        SocketTransport(address, "bench").close()
+    except Unavailable:
+        return False
+    return True
 
 
 def rows_of(count: int, seconds: float, answers: list[dict[str, Any]]) -> list[Row]:

@@ -202,7 +202,7 @@ def late(new_scheduler):
 
 
 def test_queries_are_read_back_by_token_ids(model_there):
-    """B64, B82, B95: every element of every layer, in the space of queries; the keys differ in the space alone."""
+    """B64, B82, B92, B95: every element of every layer, in the space of queries; the keys differ in the space alone."""
     request = model_there.prefill("a", 100)
     assert model_there.stored(request.tokens) == [0, 1, 2]
     assert model_there.adapter.counters.num_stored == 3
@@ -259,7 +259,7 @@ def test_what_is_captured_counts_to_the_share_of_queries(model):
 
 
 def test_the_chunks_of_a_step_go_together(model, monkeypatch):
-    """B84: one reserve for all requests of a step."""
+    """B84, B92: the adapter makes one reserve for all requests of a step."""
     model.prefill("x", 32, first=900)  # opens the session
     calls = []
     transfer = model.adapter._transfer

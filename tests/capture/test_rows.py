@@ -189,7 +189,7 @@ def test_a_token_without_a_row_drops_its_chunk_alone(rig, items_of):
 
 
 def test_a_layer_that_is_missing_drops_what_the_step_touched(rig, items_of):
-    """B82, B83: a chunk has all layers or is not stored."""
+    """B25, B82, B83: a chunk has all layers or is not stored."""
     request = rig.scheduler.add("a", [])
     items = items_of("a", 3, CHUNK)
     rig.run([rig.scheduler.schedule(request, 12, items)])

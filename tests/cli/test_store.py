@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +21,7 @@ from qkvault.connecting import default_address
 from qkvault.server.server import Server
 from qkvault.testing.spaces import described
 from qkvault.testing.store_model import ModelChunk
+from qkvault.testing.transport_contract import WAIT_SECONDS, until
 from qkvault.tokens import TokenHasher
 from qkvault.wire.messages import Instance, Status, TierStatus
 
@@ -208,6 +213,18 @@ class TestTop:
         for part in ("ram", "4.0 MiB", "queries", "0 B of 1.0 MiB", "2 chunks", "hit rate -", "lookups", "a/model"):
             assert part in text
 
+    def test_it_lives_in_a_terminal_until_ctrl_c(self, engine, server, terminal):
+        """B224: what happens is seen at the next tick; then the terminal is as it was, and the exit code 0."""
+        read, process = terminal("top", "--interval", "0.1")
+        until(lambda: "2 chunks" in read())
+        engine.clear()
+        until(lambda: "0 chunks" in read())
+        assert "\x1b[?1049l" not in read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_SECONDS) == 0
+        until(lambda: "\x1b[?1049l" in read())  # the screen from before is back
+        assert "Traceback" not in read()
+
     def test_json_is_one_object_a_tick(self, engine):
         """B224: for programs."""
         (line,) = run("top", "--once", "--json", "--interval", "0.1").splitlines()
@@ -215,6 +232,33 @@ class TestTop:
         assert tick["rates_per_second"]["lookups"] == 0
         assert tick["media"][0]["num_chunks"] == 2
         assert abs(tick["time_seconds"] - time.time()) < 60
+
+
+@pytest.fixture
+def terminal():
+    """Runs a command in a terminal of its own: what has been written there so far, and the process."""
+    ends, processes = os.openpty(), []
+    os.set_blocking(ends[0], False)
+    written = bytearray()
+
+    def read():
+        with suppress(BlockingIOError, OSError):  # the last one has closed it
+            while data := os.read(ends[0], 1 << 16):
+                written.extend(data)
+        return written.decode(errors="replace")
+
+    def start(*arguments):
+        command = [sys.executable, "-m", "qkvault", *arguments]
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+        processes.append(subprocess.Popen(command, stdin=ends[1], stdout=ends[1], stderr=ends[1], env=environment))
+        return read, processes[0]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+    for end in ends:
+        os.close(end)
 
 
 class TestDoctor:
@@ -229,6 +273,23 @@ class TestDoctor:
         monkeypatch.setenv("QKVAULT_CHUNK_SIZE", "64")
         assert self.finding().verdict == "problem"
         assert "chunk_size=64" in self.finding().advice
+
+    def test_it_examines_the_settings_of_a_server_with_a_file(self, folder, server):
+        """B495: `--file` and `--set` are those of `qkvault serve`; a file that cannot be read is a problem."""
+        (folder / "settings.yaml").write_text("chunk_size: 32\nram_bytes: 3MiB\n")
+        arguments = ("doctor", "--json", "--file", str(folder / "settings.yaml"))
+
+        def findings(*more, code=0):
+            result = runner.invoke(app, [*arguments, *more])
+            assert result.exit_code == code, result.output
+            return {finding["name"]: finding for finding in json.loads(result.stdout)}
+
+        found = findings()
+        assert found["settings"]["value"].startswith("2 set")
+        assert (found["ram_bytes"]["value"], found["server"]["verdict"]) == ("3.0 MiB", "ok")
+        assert "chunk_size=64" in findings("--set", "chunk_size=64", code=1)["server"]["advice"]
+        (folder / "settings.yaml").write_text("chunk: 32\n")
+        assert findings(code=1)["settings"]["verdict"] == "problem"
 
     def test_another_version_is_noted(self, monkeypatch):
         """B219: a server that was not restarted after an upgrade."""

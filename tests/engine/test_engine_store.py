@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,18 @@ def test_all_chunks_of_a_request_are_moved_by_one_reserve_one_copy_and_one_commi
     assert (result.stored_tokens, result.outcomes) == (5 * CHUNK, {Outcome.RESERVED: 5})
     stages = site.engine.stats.snapshot().stages
     assert (stages["from_gpu"].calls, stages["put"].calls) == (1, 2)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_a_chunk_holds_all_layers(cache, make_site, make_tokens, layout, num_layers):
+    """B25: two chunks are two images, however many layers there are; a hit gives the right elements of each of them."""
+    layout = msgspec.structs.replace(layout, num_layers=num_layers)
+    site = make_site(cache, layout)
+    tokens = make_tokens(2 * CHUNK)
+    site.store(tokens)
+    assert cache.ram.num_chunks == 2
+    assert cache.ram.used_bytes >= 2 * layout.payload_bytes(CHUNK)
+    assert site.retrieve(tokens) == 2 * CHUNK
 
 
 def test_the_token_database_names_what_the_engine_stores(site, make_tokens, cache):
@@ -250,7 +263,7 @@ def test_old_chunks_make_room_for_new_ones(make_cache, make_site, make_tokens, i
 
 
 def test_a_copy_that_fails_midway_leaves_nothing(cache, make_site, make_tokens, hooked):
-    """The error is the caller's; nothing of the chunks can be read, their room is free, and the next store works."""
+    """B25: the error is the caller's; nothing of the chunks is found, their room is free, and the next store works."""
     site = make_site(cache, make_paged=hooked)
     tokens = make_tokens(4 * CHUNK)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -34,11 +33,12 @@ MAIN = "from qkvault.cli.app import main; main()"
 class Process:
     """One ``qkvault serve``."""
 
-    def __init__(self, folder: Path, flags, environment, code):
+    def __init__(self, folder: Path, flags, environment, code, *, is_bare=False):
         self.address = f"unix://{folder}/s"
         self._log = folder / "log"
         listen = [] if "--listen" in flags else ["--listen", self.address]
-        command = [sys.executable, "-c", code, "serve", "--ram", "8MiB", *listen, *flags]
+        always = [] if is_bare else ["--ram", "8MiB", *listen]
+        command = [sys.executable, "-c", code, "serve", *always, *flags]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=os.environ | environment, start_new_session=True
@@ -85,11 +85,11 @@ class Process:
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Starts servers; flags are those of ``qkvault serve``. They are gone after the test."""
+    """Starts servers; flags are those of ``qkvault serve``, all of them if it is bare. They are gone after the test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     with ExitStack() as stack:
-        yield lambda *flags, code=MAIN, **environment: stack.enter_context(
-            closing(Process(tmp_path, flags, environment, code))
+        yield lambda *flags, code=MAIN, is_bare=False, **environment: stack.enter_context(
+            closing(Process(tmp_path, flags, environment, code, is_bare=is_bare))
         )
 
 
@@ -199,18 +199,3 @@ def store(client, space, tokens, identity=None):
 def kit():
     """How to speak to a server as engines and operators do."""
     return SimpleNamespace(Http=Http, instance_of=instance_of, space_of=space_of, store=store)
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory):
-    """Paths of a certificate of 127.0.0.1 that signs itself, and of its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = (
-        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=qkvault "
-        f"-addext subjectAltName=IP:127.0.0.1,DNS:localhost -keyout {key} -out {cert}"
-    )
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return str(cert), str(key)

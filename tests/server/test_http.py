@@ -120,7 +120,7 @@ class TestPages:
 
 class TestPrompts:
     def test_it_tells_how_much_of_a_prompt_is_cached(self, http, engine, server):
-        """B211: for each model, by medium; nothing is promoted, leased or counted by it."""
+        """B61, B211: for each model, by medium; nothing is promoted, leased or counted by it."""
         assert server.driver.drain(WAIT_SECONDS)
         engine.clear(lower_tiers=False)
         before = engine.status()

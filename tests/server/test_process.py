@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import psutil
 import pytest
 
 from qkvault.address import parse_address
+from qkvault.config import Config
+from qkvault.connecting import open_transport
 from qkvault.errors import Unavailable
 from qkvault.testing.transport_contract import find, read, save
 
@@ -98,6 +100,28 @@ class TestStart:
             server.send()
             assert manager.recv(100) == b"STOPPING=1"
             assert server.wait() == 0
+
+    @pytest.mark.parametrize("how", ["file", "environment", "file that the environment names"])
+    def test_settings_come_without_a_flag(self, start, connect, tmp_path, how):
+        """B496: from YAML, or from `QKVAULT_*` alone; a flag that is given as well wins."""
+        settings = {"ram_bytes": "6MiB", "listen": f"unix://{tmp_path}/s", "chunk_size": "64", "prefault": "false"}
+        (tmp_path / "settings.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+        variables = {f"QKVAULT_{name.upper()}": value for name, value in settings.items()}
+        flags, environment = {
+            "file": (["--file", str(tmp_path / "settings.yaml")], {}),
+            "environment": ([], variables),
+            "file that the environment names": ([], {"QKVAULT_CONFIG": str(tmp_path / "settings.yaml")}),
+        }[how]
+        server = start(*flags, is_bare=True, **environment).wait_ready()
+        client = connect(settings["listen"])
+        assert client.status().media[0].capacity_bytes == 6 << 20
+        client.close()
+        with closing(open_transport(Config(), "test", address=settings["listen"])) as transport:
+            assert transport.welcome.chunk_size == 64
+        assert server.stop() == 0
+        server = start(*flags, "--ram", "4MiB", is_bare=True, **environment).wait_ready()
+        assert connect(settings["listen"]).status().media[0].capacity_bytes == 4 << 20
+        assert server.stop() == 0
 
     def test_without_a_word_it_listens_where_clients_look(self, start, connect, monkeypatch, tmp_path):
         """B200: a server and a client that were told nothing find each other."""

@@ -459,6 +459,11 @@ MUTATIONS = {
         "        earned_seconds = num_bytes / _SLOWEST_BYTES_PER_SECOND\n",
         "        earned_seconds = 0.0\n",
     ),
+    "many requests are one turn": (
+        CONNECTION,
+        "            self.is_turn_over = at < len(view) and time.monotonic() >= self._turn_ends\n",
+        "",
+    ),
     "anybody may connect": (LISTEN, "            Path(path).chmod(0o600)", "            Path(path).chmod(0o666)"),
     "strangers are served": (LISTEN, "elif _peer_uid(accepted) not in (os.getuid(), 0):", "elif False:"),
 }

@@ -47,7 +47,7 @@ def inspect(client, word, **more):
 
 
 def test_it_tells_tokens_and_chunks_by_medium(client, driver):
-    """B210: what is asked stays where it is: nothing is leased, promoted or counted."""
+    """B61, B210: what is asked stays where it is: nothing is leased, promoted or counted."""
     save(client, "aabbcc")
     assert driver.drain(WAIT_SECONDS)
     client.clear(lower_tiers=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing, contextmanager
 
+import pytest
+
 from qkvault.testing.transport_bytes import TransportBytesContract
 from qkvault.testing.transport_contract import TransportContract
 from qkvault.wire.inproc import InprocTransport
@@ -33,6 +35,20 @@ class Tcp:
             yield lambda: RemoteTransport(server.address, "test", timeout_seconds=20.0, token="sesame")
 
 
+class Tls:
+    @pytest.fixture(autouse=True)
+    def ends(self, tls):
+        self.tls = tls
+
+    @contextmanager
+    def serve(self, driver, folder):
+        address, token = "tcp://127.0.0.1:0", "sesame"
+        with closing(SocketServer(driver, driver.pool, address, epoch=7, token=token, tls=self.tls.server)) as server:
+            yield lambda: RemoteTransport(
+                server.address, "test", timeout_seconds=20.0, token=token, tls=self.tls.client
+            )
+
+
 class TestInprocTransport(Inproc, TransportContract):
     pass
 
@@ -54,4 +70,12 @@ class TestTcpTransport(Tcp, TransportContract):
 
 
 class TestTcpBytes(Tcp, TransportBytesContract):
+    pass
+
+
+class TestTlsTransport(Tls, TransportContract):
+    pass
+
+
+class TestTlsBytes(Tls, TransportBytesContract):
     pass

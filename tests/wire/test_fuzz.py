@@ -1,6 +1,7 @@
 """Whatever is sent to a server, the others are answered, the store is whole, and nothing is left behind.
 
-A random fuzzer over plain sockets, some seconds long. QKV_FUZZ_SECONDS=600 makes it longer, QKV_FUZZ_SEED repeats the
+A random fuzzer over plain sockets, some seconds long. Of TLS it keeps the rules, and sends its nonsense inside, or it
+sends nonsense instead of a handshake. QKV_FUZZ_SECONDS=600 makes it longer, QKV_FUZZ_SEED repeats the
 order in which it does things.
 """
 
@@ -10,11 +11,13 @@ import gc
 import os
 import random
 import socket
+import ssl
 import struct
 import sys
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -33,7 +36,8 @@ from qkvault.wire.sockets import SocketTransport
 
 SECONDS = float(os.environ.get("QKV_FUZZ_SECONDS", "2"))
 SEED = int(os.environ.get("QKV_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1 << 32)
-BOUND_SECONDS = 10.0  # in which the others are answered, on a machine that others use as well
+SOON_SECONDS = 0.25  # in which 99 of 100 answers to the others come, on a machine that others use as well;
+BOUND_SECONDS = 3.0  # and each one in this. A client gives up after one second, if nobody says otherwise
 GROWTH_BYTES = 192 << 20  # of this process, the pool and both ends of all sockets included
 TOKEN = "sesame"
 WORDS = ["aabb", "aabbc", "xxyy", "zz"]
@@ -43,12 +47,13 @@ KINDS = [CacheKind.KV, CacheKind.KV, CacheKind.QUERY]  # said of any chunk, righ
 
 
 class Fuzzer:
-    """Plain sockets to one server, and everything that is done to it through them."""
+    """Sockets to one server, and everything that is done to it through them."""
 
-    def __init__(self, connect, seed, is_unix):
+    def __init__(self, dial, seed, *, is_unix, tls=None):
         self.rng = random.Random(seed)
-        self.connect = connect
+        self.dial = dial  # makes a plain socket
         self.is_unix = is_unix
+        self.tls = tls  # the client's context, where the server speaks TLS
         self.open = []  # connections that stay
         self.dripping = []  # (connection, what is still to be sent)
         self.frames_made = []
@@ -143,7 +148,37 @@ class Fuzzer:
                 spoilt[at:at] = spoilt[: rng.randrange(40)]
         return bytes(spoilt)
 
+    def handshake(self):
+        """The first message of TLS."""
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        with suppress(ssl.SSLWantReadError):
+            self.tls.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
+        return outgoing.read()
+
+    def no_handshake(self):
+        """What comes instead of it: a part, one that is spoilt, a record that never comes, frames in the clear."""
+        rng, hello = self.rng, bytearray(self.handshake())
+        for _ in range(rng.choice([0, 1, 5])):
+            hello[rng.randrange(len(hello))] = rng.randrange(256)
+        clear = codec.encode(HELLO, 1, 0) + self.frame()
+        record = bytes([rng.choice([20, 21, 22, 23, 0]), 3, rng.choice([1, 3, 4])]) + rng.choice(
+            [b"\xff\xff", b"\x40\x00"]
+        )
+        return rng.choice(
+            [hello, hello[: rng.randrange(len(hello))], hello * 3, clear, record, record + clear, b"GET / \r\n"]
+        )
+
     # What is done
+
+    def connect(self):
+        plain = self.dial()
+        if self.tls is None:
+            return plain
+        try:
+            return self.tls.wrap_socket(plain, server_hostname="127.0.0.1")
+        except BaseException:
+            plain.close()
+            raise
 
     def welcomed(self):
         plain = self.connect()
@@ -158,6 +193,24 @@ class Fuzzer:
         with closing(self.rng.choice([self.connect, self.welcomed])()) as plain:
             plain.sendall(self.rng.randbytes(self.rng.choice([1, 23, 24, 100, 100_000])))
 
+    def without_handshake(self):
+        """In the clear to a server that speaks TLS: said at once or byte by byte, and left at once, reset, or kept."""
+        if self.tls is None:
+            return
+        plain, said = self.dial(), self.no_handshake()
+        how = self.rng.randrange(4)
+        if how == 0:
+            self.dripping.append((plain, said))
+            return
+        self.keep(plain).sendall(said)
+        if how == 1:
+            self.reset(plain)
+        elif how == 2:
+            self.open.remove(plain)
+            with closing(plain):  # an alert, or nothing
+                plain.shutdown(socket.SHUT_WR)
+                plain.recv(1 << 16)
+
     def frames(self):
         """Some, with nobody reading."""
         with closing(self.welcomed()) as plain:
@@ -171,13 +224,11 @@ class Fuzzer:
                 frame = bytearray(self.frame())
                 body_bytes, _, epoch, data_bytes = codec.HEAD.unpack_from(frame)
                 codec.HEAD.pack_into(frame, 0, body_bytes, number, epoch, data_bytes)
-                sender = threading.Thread(target=plain.sendall, args=(frame,))
-                sender.start()
+                plain.sendall(frame)
                 head, reply = answer(plain)
                 if isinstance(reply, m.Data):
                     exactly(plain, head.data_bytes)
                     head, reply = answer(plain)
-                sender.join()
                 if head.sequence != number or (isinstance(reply, m.Failed) and reply.code in ("internal", "invariant")):
                     self.wrong.append((head, reply))
 
@@ -185,8 +236,8 @@ class Fuzzer:
         with closing(self.welcomed()) as plain:
             frame = self.frame()
             plain.sendall(frame[: self.rng.randrange(len(frame))])
-            if self.rng.random() < 0.5:  # a reset
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if self.rng.random() < 0.5:
+                self.reset(plain)
 
     def huge(self):
         """Lengths of gigabytes, and more."""
@@ -198,7 +249,8 @@ class Fuzzer:
     def lying(self):
         """Reserve, then send other data than was announced, or than there is room for."""
         rng = self.rng
-        with closing(self.welcomed()) as plain:
+        with ExitStack() as stack:
+            plain = stack.enter_context(closing(self.welcomed()))
             answer(plain)
             chunks = tuple(chunk.new() for chunk in prompt(rng.choice(["nn", "oopp", "qqrrss"])))
             plain.sendall(codec.encode(m.Reserve(chunks), 2, 0))
@@ -212,13 +264,14 @@ class Fuzzer:
             if rng.random() < 0.5:
                 plain.sendall(self.frame())
             elif rng.random() < 0.5:
-                self.keep(plain.dup())
+                stack.pop_all()
+                self.keep(plain)
 
     def ahead(self):
         """Many requests in one piece."""
         plain = self.keep(self.welcomed())
         plain.setblocking(False)
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, ssl.SSLWantWriteError):
             plain.send(b"".join(self.frame() for _ in range(300)))
 
     def unread(self):
@@ -227,7 +280,7 @@ class Fuzzer:
         plain.setblocking(False)
         keys = keys_of(prompt("aabb")) * 1000
         piece = codec.encode(self.rng.choice([m.Download(keys), m.GetStatus(), m.Lookup(ROOT, keys, b"")]), 2, 0)
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, ssl.SSLWantWriteError):
             for _ in range(20):
                 plain.send(piece * max(1, 100_000 // len(piece)))
 
@@ -242,7 +295,7 @@ class Fuzzer:
     def silent(self):
         """Connections that never say hello."""
         for _ in range(self.rng.choice([1, 20])):
-            self.keep(self.connect())
+            self.keep(self.rng.choice([self.dial, self.connect])())
 
     def drip(self):
         plain = self.connect()
@@ -262,6 +315,10 @@ class Fuzzer:
             with closing(self.connect()) as plain:
                 socket.send_fds(plain, [codec.encode(HELLO, 1, 0)], [0, 1, 2])
 
+    def reset(self, plain):
+        """When it is closed, as if its machine had been switched off and on."""
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
     def keep(self, plain):
         self.open.append(plain)
         while len(self.open) > 60:
@@ -272,7 +329,7 @@ class Fuzzer:
         actions = [
             self.garbage, self.frames, self.frames, self.answered, self.answered, self.truncated, self.huge, self.lying,
             self.lying, self.ahead, self.unread, self.half_closed, self.silent, self.drip, self.wrong_token,
-            self.descriptors,
+            self.descriptors, self.without_handshake,
         ]  # fmt: skip
         with suppress(OSError, EOFError):  # to be cut off is fine
             self.rng.choice(actions)()
@@ -313,10 +370,33 @@ def other_bytes(client, located, word):
     return found
 
 
-def watch(client, is_over, slowest, wrong):
-    """Somebody else's client: what it asks is answered in time, and right."""
-    while not is_over.wait(0.01):
+class Timed:
+    """A transport that notes how long each answer took, in seconds."""
+
+    def __init__(self, transport):
+        self._transport = transport
+        self.seconds = []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def call(self, *args):
+        return self._time(self._transport.call, *args)
+
+    def fetch(self, *args):
+        return self._time(self._transport.fetch, *args)
+
+    def _time(self, ask, *args):
         start = time.monotonic()
+        try:
+            return ask(*args)
+        finally:
+            self.seconds.append(time.monotonic() - start)
+
+
+def watch(client, is_over, wrong):
+    """Somebody else's client: what it asks is answered right."""
+    while not is_over.wait(0.01):
         try:
             save(client, "aabbc")
             located = find(client, "aabbc")
@@ -326,24 +406,26 @@ def watch(client, is_over, slowest, wrong):
         except Exception as error:  # thread top: told by the test's own thread
             wrong.append(error)
             return
-        slowest[0] = max(slowest[0], time.monotonic() - start)
 
 
-@pytest.mark.timeout(SECONDS + 120)
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_whatever_one_sends_the_others_are_answered(kind, tmp_path, caplog, until):
-    """B256: random bytes, spoilt and huge and slow frames, data that lies, crowds that say nothing."""
-    is_unix = kind == "unix"
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def served(request, tmp_path):
+    """A store of a few words, a timed client of it, and how to dial its server."""
+    is_unix = request.param == "unix"
+    ends = request.getfixturevalue("tls") if request.param == "tls" else SimpleNamespace(server=None, client=None)
+    address = f"unix://{tmp_path}/s" if is_unix else "tcp://127.0.0.1:0"
+    make = SocketTransport if is_unix else RemoteTransport
     with ExitStack() as stack:
         driver = stack.enter_context(closing(make_driver(DictTier(), lease_seconds=1.0, pool_bytes=24 * 8192)))
-        address = f"unix://{tmp_path}/s" if is_unix else "tcp://127.0.0.1:0"
-        server = stack.enter_context(closing(SocketServer(driver, driver.pool, address, epoch=7, token=TOKEN)))
-        make = SocketTransport if is_unix else RemoteTransport
-        client = stack.enter_context(
-            closing(StoreClient(make(server.address, "watch", timeout_seconds=WAIT_SECONDS, token=TOKEN)))
-        )
+        server = SocketServer(driver, driver.pool, address, epoch=7, token=TOKEN, tls=ends.server)
+        stack.enter_context(closing(server))
+        transport = Timed(make(server.address, "watch", timeout_seconds=WAIT_SECONDS, token=TOKEN, tls=ends.client))
+        client = stack.enter_context(closing(StoreClient(transport)))
+        for word in WORDS:
+            save(client, word)
+        transport.seconds.clear()
 
-        def connect():
+        def dial():
             if is_unix:
                 plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 plain.connect(str(tmp_path / "s"))
@@ -353,13 +435,17 @@ def test_whatever_one_sends_the_others_are_answered(kind, tmp_path, caplog, unti
             plain.settimeout(WAIT_SECONDS)
             return plain
 
-        process = psutil.Process()
-        for word in WORDS:
-            save(client, word)
-        fuzzer = stack.enter_context(closing(Fuzzer(connect, SEED, is_unix)))
+        yield SimpleNamespace(client=client, seconds=transport.seconds, dial=dial, is_unix=is_unix, tls=ends.client)
+
+
+@pytest.mark.timeout(SECONDS + 120)
+def test_whatever_one_sends_the_others_are_answered(served, caplog, until):
+    """B256, B490: random bytes, spoilt, huge and slow frames, data that lies, crowds that say nothing, no handshake."""
+    client, process = served.client, psutil.Process()
+    with closing(Fuzzer(served.dial, SEED, is_unix=served.is_unix, tls=served.tls)) as fuzzer:
         num_threads, num_descriptors = threading.active_count(), process.num_fds()
-        is_over, slowest, wrong = threading.Event(), [0.0], fuzzer.wrong
-        watcher = threading.Thread(target=watch, args=(client, is_over, slowest, wrong))
+        is_over, wrong = threading.Event(), fuzzer.wrong
+        watcher = threading.Thread(target=watch, args=(client, is_over, wrong))
         watcher.start()
         deadline, rounds, grown_bytes = time.monotonic() + SECONDS, 0, 0
         before_bytes = process.memory_info().rss
@@ -372,15 +458,18 @@ def test_whatever_one_sends_the_others_are_answered(kind, tmp_path, caplog, unti
         finally:
             is_over.set()
             watcher.join()
-        fuzzer.close()
-        said = f"seed {SEED}, {rounds} rounds, slowest {slowest[0]:.2f} s, grown by {grown_bytes >> 20} MB"
-        sys.stdout.write(said + "\n")
-        assert wrong == [], said
-        assert slowest[0] < BOUND_SECONDS, said
-        assert grown_bytes < GROWTH_BYTES, said
-        assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [], said
-        until(lambda: client.status().num_sessions == 1)
-        until(lambda: client.status().num_leases == 0)
-        client.check()
-        gc.collect()
-        assert (threading.active_count(), process.num_fds()) == (num_threads, num_descriptors), said
+    answers = sorted(served.seconds)
+    soon, slowest = answers[len(answers) * 99 // 100], answers[-1]
+    times = f"{len(answers)} answers, 99 % in {soon:.3f} s, slowest {slowest:.2f} s"
+    said = f"seed {SEED}, {rounds} rounds, {times}, grown by {grown_bytes >> 20} MB"
+    sys.stdout.write(said + "\n")
+    assert wrong == [], said
+    assert soon < SOON_SECONDS, said
+    assert slowest < BOUND_SECONDS, said
+    assert grown_bytes < GROWTH_BYTES, said
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [], said
+    until(lambda: client.status().num_sessions == 1)
+    until(lambda: client.status().num_leases == 0)
+    client.check()
+    gc.collect()
+    assert (threading.active_count(), process.num_fds()) == (num_threads, num_descriptors), said

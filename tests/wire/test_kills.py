@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -31,11 +32,14 @@ AT_ONCE_SECONDS = 2.0  # on a machine that others use as well
 NURSERY = """
 import os, random, sys, traceback
 from qkvault.client import StoreClient
+from qkvault.address import parse_address
+from qkvault.config import load
+from qkvault.connecting import tls_for
 from qkvault.testing.transport_contract import find, prompt
 from qkvault.wire.remote import RemoteTransport
 from qkvault.wire.sockets import SocketTransport
 
-ADDRESS, WORDS, PASSES = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
+ADDRESS, WORDS, PASSES, CA_PATH = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4]
 
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: a line that is cut short would hide the next
@@ -59,7 +63,9 @@ def copy(client, word):
 def work(seed):
     rng = random.Random(seed)
     make = SocketTransport if ADDRESS.startswith("unix") else RemoteTransport
-    client = StoreClient(make(ADDRESS, "victim", timeout_seconds=20.0))
+    config = load(env={}, cli={"tls_ca_path": CA_PATH} if CA_PATH else {}).config
+    tls = tls_for(config, parse_address(ADDRESS))
+    client = StoreClient(make(ADDRESS, "victim", timeout_seconds=20.0, tls=tls))
     while True:
         word = rng.choice(WORDS)
         located = find(client, word)
@@ -88,9 +94,9 @@ for line in sys.stdin:
 class Nursery:
     """A process that starts clients, one at a time."""
 
-    def __init__(self, address, words, *, num_passes):
+    def __init__(self, served, words, *, num_passes):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY, address, ",".join(words), str(num_passes)],
+            [sys.executable, "-c", NURSERY, served.address, ",".join(words), str(num_passes), served.ca_path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -117,16 +123,17 @@ class Nursery:
         self.process.wait(WAIT_SECONDS)
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=["unix", "tcp", "tls"])
 def served(request, tmp_path):
-    """A store with room for two prompts, its address, and a client of this process."""
+    """A store with room for two prompts, where it is, and a client of this process."""
+    tls = request.getfixturevalue("tls") if request.param == "tls" else SimpleNamespace(server=None, ca_path="")
     address = f"unix://{tmp_path}/s" if request.param == "unix" else "tcp://127.0.0.1:0"
     with (
         closing(make_driver(pool_bytes=6 * 8192, lease_seconds=60.0)) as driver,
-        closing(SocketServer(driver, driver.pool, address, epoch=7)) as server,
+        closing(SocketServer(driver, driver.pool, address, epoch=7, tls=tls.server)) as server,
         closing(connect(driver)) as client,
     ):
-        yield driver, server.address, client
+        yield SimpleNamespace(driver=driver, address=server.address, ca_path=tls.ca_path, client=client)
         driver.check()
 
 
@@ -136,8 +143,8 @@ def ready_bytes(driver):
 
 
 def test_nobody_reads_a_byte_of_a_client_that_is_killed(served):
-    """B257: whenever it dies, its session is gone at once, and the pool holds what was committed and nothing else."""
-    driver, address, client = served
+    """B257, B490: whenever it dies, its session is gone at once, and the pool holds just what was committed."""
+    driver, client = served.driver, served.client
     rng = random.Random(5)
     is_over, wrong, seen = threading.Event(), [], []
 
@@ -170,7 +177,7 @@ def test_nobody_reads_a_byte_of_a_client_that_is_killed(served):
         return time.monotonic() - start
 
     thread = threading.Thread(target=read_on)
-    with closing(Nursery(address, WORDS, num_passes=3)) as nursery:
+    with closing(Nursery(served, WORDS, num_passes=3)) as nursery:
         thread.start()
         try:
             slowest = max(kill_one(nursery, number) for number in range(ROUNDS))
@@ -189,10 +196,10 @@ def test_nobody_reads_a_byte_of_a_client_that_is_killed(served):
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
 def test_a_client_that_is_stopped_loses_its_lease_and_harms_nobody(served, until, end):
-    """B258: its slots are nobody's until it confirms or dies; its late copy and its commit publish nothing."""
-    driver, address, client = served
+    """B258, B490: its slots are nobody's until it confirms or dies; its late copy and its commit publish nothing."""
+    driver, client = served.driver, served.client
     driver.manager.leases.lease_seconds = 0.3
-    with closing(Nursery(address, ["aabbcc"], num_passes=1000)) as nursery:
+    with closing(Nursery(served, ["aabbcc"], num_passes=1000)) as nursery:
         pid = nursery.start(1)
         nursery.wait("reserved")
         os.kill(pid, signal.SIGSTOP)

@@ -275,6 +275,23 @@ class TestFetching:
         assert len(taker.taken) > 15 * 6144
         made.close()
 
+    def test_many_requests_in_one_piece_do_not_keep_others_waiting(self, monkeypatch, driver):
+        """B492: five thousand questions after the state kept everybody waiting for half a second of a core."""
+        monkeypatch.setattr(connection, "_TURN_SECONDS", 0.0)
+        taker = Taker()
+        made = connection.Connection(connection.Door(driver, 7, None, "", memoryview(bytearray(1 << 16))), taker)
+        asked = [codec.encode(m.Ping(), number, 0) for number in range(2, 50)]
+        taker.incoming = HELLO + b"".join(asked) + asked[0][:10]
+        answered = []
+        while made.is_turn_over or not answered:
+            before = taker.num_sent
+            made.serve()
+            answered.append(taker.num_sent - before)
+        assert max(answered) == 1
+        assert sum(answered) == 1 + len(asked)
+        assert not made.is_full
+        made.close()
+
     def test_a_client_that_only_fetches_is_heard(self, connect, clock):
         """Its last sign of life is that."""
         one, other = connect(), connect()
@@ -382,7 +399,7 @@ class Taker:
     """A socket that takes whatever it is sent."""
 
     def __init__(self):
-        self.incoming, self.taken = b"", bytearray()
+        self.incoming, self.taken, self.num_sent = b"", bytearray(), 0
 
     def recv_into(self, view):
         count = min(len(view), len(self.incoming))
@@ -393,6 +410,7 @@ class Taker:
 
     def send(self, data):
         self.taken += data
+        self.num_sent += 1
         return len(data)
 
     def fileno(self):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
 import typer
 
+from qkvault.cli.config import FileOption, SetOption, split
 from qkvault.cli.output import JsonOption, print_json, print_table
 from qkvault.cli.store import AddressOption
 from qkvault.errors import ConfigError, QKVaultError, Unavailable
@@ -40,9 +41,16 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def doctor(*, address: AddressOption = None, as_json: JsonOption = False, root: RootOption = Path("/")) -> None:
+def doctor(
+    *,
+    address: AddressOption = None,
+    file: FileOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+    root: RootOption = Path("/"),
+) -> None:
     """Look at what matters to the cache on this machine. Exit code 1 if something will not work."""
-    findings = list(examine(root, address))
+    findings = list(examine(root, address, file, settings))
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:
@@ -54,16 +62,22 @@ def doctor(*, address: AddressOption = None, as_json: JsonOption = False, root: 
         raise typer.Exit(1)
 
 
-def examine(root: Path = Path("/"), address: str | None = None) -> Iterator[Finding]:
+def examine(
+    root: Path = Path("/"),
+    address: str | None = None,
+    file: Path | None = None,
+    settings: list[str] | None = None,
+) -> Iterator[Finding]:
     """Everything that is looked at, with the settings in force. ``root`` holds proc, sys and dev.
 
-    ``address`` is where a server is looked for, in place of what the settings say.
+    ``address`` is where a server is looked for, in place of what the settings say. ``file`` and ``settings`` are those
+    of the command line.
     """
     from qkvault.config import Config, load
 
     yield from _versions()
     try:
-        loaded = load()
+        loaded = load(file, cli=split(settings))
         config = loaded.config
         num_set = sum(source != "default" for source in loaded.sources.values())
         yield Finding("settings", f"{num_set} set, the rest at their defaults")

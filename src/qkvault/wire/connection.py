@@ -6,6 +6,7 @@ import hmac
 import select
 import socket
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -19,6 +20,7 @@ BUFFER_BYTES: Final = 1 << 18
 _PATIENCE_SECONDS: Final = 10.0  # with a client that has sent half a frame, or does not take what it is sent
 _SLOWEST_BYTES_PER_SECOND: Final = 1 << 16  # what it has to move to keep our patience
 _TURN_BYTES: Final = 8 << 20  # of one client's data that are taken or sent before the others have their turn
+_TURN_SECONDS: Final = 0.005  # in which its requests are answered; one is, however long it takes
 _MAX_OUT_BYTES: Final = 4 << 20  # of replies that a client has yet to read: until it does, nothing is read from it
 _MAX_HELLO_BYTES: Final = 1 << 16  # before it said who it is, nobody gets more memory
 _NOTHING: Final = memoryview(b"")
@@ -50,6 +52,8 @@ class Connection:
         self._sends_pool = False  # the descriptor goes with the next bytes
         self._is_ending = False  # closed when all is sent
         self._is_uploading = False  # slots wait to be sent
+        self._turn_ends = 0.0  # on the monotonic clock
+        self.is_turn_over = False  # with requests that lie here: it is to be served again when the others were
         self._patience_seconds = _PATIENCE_SECONDS
         # Data that comes after a message: where it is to go, and who is answered then.
         self._filling: deque[memoryview] = deque()
@@ -64,7 +68,7 @@ class Connection:
     @property
     def is_full(self) -> bool:
         """Whether it has so much to read that nothing is read from it meanwhile."""
-        return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES
+        return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES or self.is_turn_over
 
     @property
     def is_unfinished(self) -> bool:
@@ -81,6 +85,10 @@ class Connection:
 
         Raises OSError when the client has gone, ProtocolError to cut it off.
         """
+        self._turn_ends = time.monotonic() + _TURN_SECONDS
+        if self.is_turn_over:
+            self.is_turn_over = False
+            self._take(_NOTHING)
         has_more = True
         while has_more:
             if not self.is_full:
@@ -177,6 +185,7 @@ class Connection:
             if not used:
                 break
             at += used
+            self.is_turn_over = at < len(view) and time.monotonic() >= self._turn_ends
         return at
 
     def _use_frame(self, view: memoryview) -> int:

@@ -66,6 +66,7 @@ class SocketServer:
         self._epoll.register(self._wakes, select.EPOLLIN)
         self._connections: dict[int, Connection] = {}  # by file descriptor
         self._strangers: dict[Connection, float] = {}  # have not said hello: until when they may
+        self._waiting: set[Connection] = set()  # for their next turn
         self._unfinished: set[Connection] = set()  # those that have said it, and may not rest
         self._looked_seconds = 0.0  # when their patience was last counted, on the monotonic clock
         self._thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
@@ -86,7 +87,8 @@ class SocketServer:
     def _run(self) -> None:
         door, wakes = self._listener.socket.fileno(), self._wakes.fileno()
         while True:
-            for descriptor, _ in self._epoll.poll(_LOOK_SECONDS if self._strangers or self._unfinished else None):
+            look_seconds = _LOOK_SECONDS if self._strangers or self._unfinished else None
+            for descriptor, _ in self._epoll.poll(0 if self._waiting else look_seconds):
                 if connection := self._connections.get(descriptor):
                     self._serve(connection)
                 elif descriptor == door:
@@ -95,6 +97,8 @@ class SocketServer:
                     for connection in list(self._connections.values()):
                         self._drop(connection)
                     return
+            for connection in list(self._waiting):
+                self._serve(connection)
             if self._strangers:
                 self._drop_strangers()
             if self._unfinished:
@@ -123,6 +127,7 @@ class SocketServer:
                 self._unfinished.add(connection)
             else:
                 self._unfinished.discard(connection)
+            (self._waiting.add if connection.is_turn_over else self._waiting.discard)(connection)
             wanted = select.EPOLLOUT if connection.has_output else 0
             if not connection.is_full:
                 wanted |= select.EPOLLIN
@@ -162,6 +167,7 @@ class SocketServer:
     def _drop(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
         self._unfinished.discard(connection)
+        self._waiting.discard(connection)
         self._epoll.unregister(connection.descriptor)
         del self._connections[connection.descriptor]
         try:

@@ -10,9 +10,12 @@ from contextlib import ExitStack
 
 import pytest
 
+from qkvault.testing.transport_contract import until
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HITS_WITHIN_SECONDS = 2.0
+SLOWER = 10  # times, at most, while there is no server: two engines share the cores, and one call may wait a second
 
 
 @pytest.fixture
@@ -35,6 +38,12 @@ def start_engines(stack, engine_process, tiny_model):
     return start
 
 
+def timed(engine, prompt, **more):
+    """What the engine tells, and how long that took."""
+    started = time.monotonic()
+    return engine.ask(prompt, **more) | {"seconds": time.monotonic() - started}
+
+
 @pytest.fixture
 def address(tmp_path):
     return f"unix://{tmp_path}/s"
@@ -42,7 +51,8 @@ def address(tmp_path):
 
 def test_engines_share_a_server_and_outlive_it(stack, server_process, start_engines, tmp_path, address):
     """B97, B104: a prompt that one has computed the other hits, with the same text; the server is killed under load and
-    both go on without an error; it is started again, and hits are back in two seconds, from disk for what was stored.
+    both go on without an error, and not much slower; it is started again, and hits are back in two seconds, from disk
+    for what was stored.
     """
     rng = random.Random(6)
     prompt, *others = ([rng.randrange(3, 500) for _ in range(300)] for _ in range(12))
@@ -50,7 +60,7 @@ def test_engines_share_a_server_and_outlive_it(stack, server_process, start_engi
     settings = {"qkvault.address": address, "qkvault.ram_bytes": "5GiB", "qkvault.prefault": True}
     one, other = start_engines(settings, 2)
 
-    first = one.ask(prompt)
+    first = timed(one, prompt)
     second = other.ask(prompt)
     assert (first["cached"], second["cached"]) == ([0], [288])
     assert first["texts"] == second["texts"]
@@ -59,12 +69,20 @@ def test_engines_share_a_server_and_outlive_it(stack, server_process, start_engi
     assert len({each.instance.instance_id for each in status.instances}) == 2
 
     told = []
-    load = threading.Thread(target=lambda: told.extend(other.ask(each) for each in others))
+    load = threading.Thread(target=lambda: told.extend(timed(other, each) for each in others))
     load.start()
+    until(lambda: told)
+    num_calls = server.status().counters["chunks_asked"]
+    until(lambda: server.status().counters["chunks_asked"] > num_calls)  # a request has begun
+    num_told = len(told)
     server.end(signal.SIGKILL)
-    during = [one.ask(each, forgets=True) for each in (prompt, *others)]
+    assert 0 < num_told <= len(told) < len(others)
+    assert load.is_alive()
+    during = [timed(one, each, forgets=True) for each in (prompt, *others)]
     load.join()
     assert len(told) == len(others)
+    slowest = max(each["seconds"] for each in told[num_told:] + during)
+    assert slowest < SLOWER * first["seconds"]
     assert [each["texts"] for each in told] == [each["texts"] for each in during[1:]]
     assert during[0]["texts"] == first["texts"]
 
@@ -75,9 +93,6 @@ def test_engines_share_a_server_and_outlive_it(stack, server_process, start_engi
         assert time.monotonic() - started < HITS_WITHIN_SECONDS
     assert (third["cached"], third["texts"]) == ([288], first["texts"])
     assert server.status().counters["loaded.disk"] >= 4
-    deadline = time.monotonic() + 10
-    while len(server.status().instances) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len(server.status().instances) == 4)
     assert server.end() == 0
     assert one.ask(prompt, forgets=True)["texts"] == first["texts"]
