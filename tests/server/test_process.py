@@ -17,7 +17,7 @@ import pytest
 
 from qkvault.address import parse_address
 from qkvault.errors import Unavailable
-from qkvault.testing.transport_contract import find, read, save
+from qkvault.testing.transport_contract import find, read, save, until
 
 MAIN = "from qkvault.cli.app import main; main()"
 HEAVY = {"torch", "vllm", "transformers", "tokenizers", "starlette", "uvicorn", "zmq", "yaml"}
@@ -39,6 +39,15 @@ main()
 DISK_HANGS = """
 import os, time
 os.rename = os.replace = lambda *a, **k: time.sleep(600)
+from qkvault.cli.app import main
+main()
+"""
+# Each file takes a while: a flush does not end in the time that it has.
+DISK_IS_SLOW = """
+import os, time
+def slowly(rename):
+    return lambda *args, **kwargs: (time.sleep(0.4), rename(*args, **kwargs))
+os.rename, os.replace = slowly(os.rename), slowly(os.replace)
 from qkvault.cli.app import main
 main()
 """
@@ -230,6 +239,23 @@ class TestStop:
             assert read(client, located, word) == len(word) * 16, word
             client.release(located.lease_id)
         client.check()
+
+    def test_a_flush_that_does_not_end_in_time_is_told(self, start, connect, tmp_path):
+        """B480: with one warning that counts what is lost, which is what is not found on disk, and exit code 3."""
+        drain = ("--set", "drain_seconds=500ms")
+        server = start(*on_disk(tmp_path), *drain, code=DISK_IS_SLOW).wait_ready()
+        client = connect(server.address)
+        words = [letter * 2 for letter in "abcdefghijklmnopq"]
+        assert sum(save(client, word) for word in words) == 17
+        assert server.stop() == 3
+        (lost,) = re.findall(r"WARNING qkvault.store chunks_not_written chunks=(\d+) tiers=disk", server.log)
+        server = start(*on_disk(tmp_path)).wait_ready()
+        client = connect(server.address)
+        until(lambda: not client.status().is_scanning)
+        assert client.status().media[1].num_chunks == 17 - int(lost)
+        assert 0 < int(lost) < 17
+        assert server.stop() == 0
+        assert "chunks_not_written" not in server.log
 
     def test_a_second_signal_ends_it_at_once(self, start, connect, tmp_path):
         """B206: also when a disk hangs that is being flushed to; the code is 1."""

@@ -14,11 +14,14 @@ from qkvault.errors import InvariantError, UnknownMedium
 from qkvault.events import StoreEvent
 from qkvault.logs import get_logger
 from qkvault.pool import Pool
+from qkvault.store.book import TierBook
 from qkvault.store.feed import PAGE
+from qkvault.store.index import Entry
 from qkvault.store.manager import StorageManager
 from qkvault.store.scan import Scan
 from qkvault.store.sessions import Session, Sessions
 from qkvault.store.status import status_of
+from qkvault.store.tiering import lacks
 from qkvault.tiers.base import JobResult, Tier
 from qkvault.wire import messages as m
 
@@ -175,17 +178,19 @@ class StoreDriver:
         with self._lock:
             self.manager.check()
 
-    def close(self, *, drain_seconds: float = 10.0, purge: bool = False) -> None:
+    def close(self, *, drain_seconds: float = 10.0, purge: bool = False) -> int:
         """Finish what was begun (at most ``drain_seconds``), stop the threads, close tiers and pool. Idempotent.
 
-        ``purge`` empties the tiers. A scan that is under way is given up.
+        ``purge`` empties the tiers. A scan that is under way is given up. Returns, and logs, how many chunks of RAM a
+        tier should have and was not given in that time, or could not take; 0 with ``purge``.
         """
         with self._changed:
             if not self._is_closing:
                 self._changed.wait_for(self._has_no_jobs, drain_seconds)
             if self._is_closing:
-                return
+                return 0
             self._is_closing = self._scan.is_given_up = True
+            unwritten = [] if purge else self.manager.tiering.unwritten()
             self._changed.notify_all()
         self._wake.set()
         self._scan.close()
@@ -199,7 +204,19 @@ class StoreDriver:
                 tier.close()
             except Exception:  # thread top: whatever a tier does, the others and the memory are given back
                 _log.exception("tier_close_failed", tier=tier.name)
+        num_lost = self._count_lost(unwritten)
         self.pool.close()
+        return num_lost
+
+    def _count_lost(self, unwritten: list[tuple[TierBook, Entry]]) -> int:
+        # When the tiers have ended: some of it they have written meanwhile.
+        with self._lock:
+            if unwritten:
+                self._take_results()
+            lost = {entry.key for book, entry in unwritten if lacks(book, entry)}
+        if lost:
+            _log.warning("chunks_not_written", chunks=len(lost), tiers=",".join({book.name for book, _ in unwritten}))
+        return len(lost)
 
     def _has_no_jobs(self) -> bool:
         tiering = self.manager.tiering
@@ -234,19 +251,22 @@ class StoreDriver:
             self.manager.expire(self._clock())
             for instance in self._sessions.reap(self._clock()):
                 _log.warning("instance_silent", instance=instance.instance_id, role=instance.role, pid=instance.pid)
-            for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
-                try:
-                    self.manager.tiering.hear(book, tier)
-                    for result in tier.poll():
-                        self.manager.on_job_done(result)
-                except Exception:  # thread top: one tier's fault is not the others'
-                    book.is_healthy = False
-                    _log.exception("tier_poll_failed", tier=tier.name)
+            self._take_results()
             self.manager.work_off()
             if self.manager.catch_up(self._clock()):
                 self._wake.set()  # others may have the lock in between
             self._after_change()
             self._changed.notify_all()
+
+    def _take_results(self) -> None:
+        for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
+            try:
+                self.manager.tiering.hear(book, tier)
+                for result in tier.poll():
+                    self.manager.on_job_done(result)
+            except Exception:  # thread top: one tier's fault is not the others'
+                book.is_healthy = False
+                _log.exception("tier_poll_failed", tier=tier.name)
 
     def _answer(self, session_id: int, session: Session, request: m.AnyRequest) -> m.AnyReply:
         manager, now = self.manager, self._clock()
@@ -277,7 +297,7 @@ class StoreDriver:
     def _administer(self, session: Session, request: m.AnyRequest) -> m.AnyReply:
         match request:
             case m.Hello(protocol_version=version):
-                return self._welcome(version)
+                return _welcome(version, self.pool, self._traits)
             case m.Ping():
                 session.has_pinged = True
                 return m.Done(int(session.instance is not None))
@@ -291,30 +311,11 @@ class StoreDriver:
             case m.Forget(parent=parent, keys=keys, tail=tail):
                 return m.Done(self.manager.forget(parent, keys, tail))
             case m.Check():
-                return self._check()
+                return _check(self.manager)
             case m.Switch() | m.GetStatus():
                 return self._switch(request)
             case _:
                 return m.Failed("protocol", f"{type(request).__name__} is for connections")
-
-    def _check(self) -> m.AnyReply:
-        if (num_chunks := len(self.manager.index)) > _MAX_CHECKED:
-            return m.Failed("busy", f"{num_chunks} chunks: to check more than {_MAX_CHECKED} would hold up all others")
-        self.manager.check()
-        return m.Done()
-
-    def _welcome(self, version: int) -> m.AnyReply:
-        if version != m.PROTOCOL_VERSION:
-            return m.Failed("protocol", f"this store speaks protocol {m.PROTOCOL_VERSION}, not {version}")
-        traits = self._traits
-        return m.Welcome(
-            m.PROTOCOL_VERSION,
-            self.pool.capacity_bytes,
-            traits.features,
-            traits.chunk_size,
-            traits.hash_algorithm,
-            traits.version,
-        )
 
     def _switch(self, request: m.Switch | m.GetStatus) -> m.Status:
         if isinstance(request, m.Switch):
@@ -331,6 +332,26 @@ class StoreDriver:
             spaces=self._sessions.spaces,
             tiers=self.tiers,
         )
+
+
+def _check(manager: StorageManager) -> m.AnyReply:
+    if (num_chunks := len(manager.index)) > _MAX_CHECKED:
+        return m.Failed("busy", f"{num_chunks} chunks: to check more than {_MAX_CHECKED} would hold up all others")
+    manager.check()
+    return m.Done()
+
+
+def _welcome(version: int, pool: Pool, traits: Traits) -> m.AnyReply:
+    if version != m.PROTOCOL_VERSION:
+        return m.Failed("protocol", f"this store speaks protocol {m.PROTOCOL_VERSION}, not {version}")
+    return m.Welcome(
+        m.PROTOCOL_VERSION,
+        pool.capacity_bytes,
+        traits.features,
+        traits.chunk_size,
+        traits.hash_algorithm,
+        traits.version,
+    )
 
 
 def _media_of(request: m.AnyRequest) -> list[str]:
