@@ -274,7 +274,7 @@ MUTATIONS = {
     ),
     "a disk that hangs holds up every lookup": (
         "store/scan.py",
-        "if not wanted or self._is_late or",
+        "if not wanted or is_late or",
         "if not wanted or",
     ),
     "what is doomed is found": (
@@ -390,13 +390,13 @@ MUTATIONS = {
     ),
     "a download may begin before another has ended": (
         CONNECTION,
-        "return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES",
-        "return self._owned_bytes > _MAX_OUT_BYTES",
+        "return self._is_uploading or self._pause",
+        "return self._pause",
     ),
     "replies that nobody reads fill memory": (
         CONNECTION,
-        "return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES",
-        "return self._is_uploading",
+        " or self._owned_bytes > _MAX_OUT_BYTES",
+        "",
     ),
     "requests behind a full outbox are forgotten": (CONNECTION, "(was_full and self._take(_NOTHING))", "False"),
     "one client's download keeps the others waiting": (

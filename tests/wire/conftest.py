@@ -90,6 +90,12 @@ def receive(plain):
     return codec.decode_head(data), codec.decode_reply(data[codec.HEAD.size :])
 
 
+@pytest.fixture(name="receive")
+def _receive():
+    """One reply of a plain socket, with its head."""
+    return receive
+
+
 @pytest.fixture
 def ask():
     """Send bytes on a plain socket, and receive a reply."""

@@ -24,6 +24,7 @@ from qkvault.store.status import status_of
 from qkvault.store.tiering import lacks
 from qkvault.tiers.base import JobResult, Tier
 from qkvault.wire import messages as m
+from qkvault.wire.transport import Early
 
 _TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of tiers is looked at
 _SLICE_SECONDS: Final = 0.0005  # left to others between two slices of a clear
@@ -104,11 +105,15 @@ class StoreDriver:
                 self.manager.end_session(session_id)
                 self._after_change()
 
+    def prepare(self, request: m.AnyRequest) -> Early | None:
+        """While tiers are scanned: what they tell of the keys that ``request`` asks for. Does not block."""
+        if self._scan.is_over:
+            return None
+        asked = [each.keys for each in _parts_of(request) if isinstance(each, m.Lookup | m.Inspect | m.Forget)]
+        return self._scan.find_early(b"".join(asked))
+
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
-        """Answer one request. Never raises: what goes wrong is a ``Failed``."""
-        if not self._scan.is_over:
-            asked = [each.keys for each in _parts_of(request) if isinstance(each, m.Lookup | m.Inspect | m.Forget)]
-            self._scan.find_early(b"".join(asked))
+        """Answer one request with what is known. Never raises: what goes wrong is a ``Failed``."""
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
             if self._is_closing or session is None:

@@ -6,6 +6,7 @@ import hmac
 import select
 import socket
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple
 from qkvault.errors import ProtocolError
 from qkvault.wire import codec
 from qkvault.wire import messages as m
-from qkvault.wire.transport import Handler
+from qkvault.wire.transport import Early, Handler
 
 BUFFER_BYTES: Final = 1 << 18
 _PATIENCE_SECONDS: Final = 10.0  # with a client that has sent half a frame, or does not take what it is sent
@@ -33,6 +34,7 @@ class Door(NamedTuple):
     descriptor: int | None  # of the pool, for clients on this machine
     token: str  # that a client has to know; empty: none
     buffer: memoryview  # what a client has sent lies here while it is read
+    wake: Callable[[object], None] = lambda _: None  # has the server look whose wait is over; any thread
 
 
 class Connection:
@@ -51,6 +53,7 @@ class Connection:
         self._is_ending = False  # closed when all is sent
         self._is_uploading = False  # slots wait to be sent
         self._patience_seconds = _PATIENCE_SECONDS
+        self._pause: tuple[Early, Callable[[], None]] | None = None  # for what, and what answers then
         # Data that comes after a message: where it is to go, and who is answered then.
         self._filling: deque[memoryview] = deque()
         self._skip_bytes = 0
@@ -63,8 +66,13 @@ class Connection:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has so much to read that nothing is read from it meanwhile."""
-        return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES
+        """Whether it waits, or has so much to read, that nothing is read from it meanwhile."""
+        return self._is_uploading or self._pause is not None or self._owned_bytes > _MAX_OUT_BYTES
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its last request waits for something, and all behind it with it."""
+        return self._pause is not None
 
     @property
     def is_unfinished(self) -> bool:
@@ -81,6 +89,8 @@ class Connection:
 
         Raises OSError when the client has gone, ProtocolError to cut it off.
         """
+        if self._pause is not None:
+            self._resume(*self._pause)
         has_more = True
         while has_more:
             if not self.is_full:
@@ -91,6 +101,12 @@ class Connection:
             has_more = not self.is_full and ((was_full and self._take(_NOTHING)) or self._has_decrypted())
         if self._patience_seconds < _PATIENCE_SECONDS and not self.is_unfinished:
             self._patience_seconds = _PATIENCE_SECONDS
+
+    def _resume(self, early: Early, answer: Callable[[], None]) -> None:
+        if early.answer.done() or time.monotonic() >= early.until_seconds:
+            self._pause = None
+            answer()
+            self._take(_NOTHING)
 
     def _has_decrypted(self) -> bool:
         return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
@@ -137,6 +153,7 @@ class Connection:
         self._outbox.clear()  # no view of a slot outlives the session
         self._filling.clear()
         self._filled = lambda: None
+        self._pause = None
         if self.session_id is not None:
             self._door.handler.close_session(self.session_id)
 
@@ -205,7 +222,16 @@ class Connection:
         elif isinstance(request, m.Download):
             self._upload(head.sequence, self.session_id, request)
         else:
-            self._send(head.sequence, self._door.handler.call(self.session_id, request))
+            self._answer(head.sequence, self.session_id, request)
+
+    def _answer(self, sequence: int, session_id: int, request: m.AnyRequest) -> None:
+        handler = self._door.handler
+        early = handler.prepare(request)
+        if early is None:
+            self._send(sequence, handler.call(session_id, request))
+            return
+        self._pause = early, lambda: self._send(sequence, handler.call(session_id, request))
+        early.answer.add_done_callback(self._door.wake)
 
     def _open(self, request: m.AnyRequest) -> m.AnyReply:
         handler = self._door.handler

@@ -6,6 +6,7 @@ itself: no bytes of chunks pass the socket, and no shared segment has a name tha
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
@@ -21,6 +22,7 @@ from qkvault.wire.connection import BUFFER_BYTES, Connection, Door
 from qkvault.wire.listen import Listener
 from qkvault.wire.transport import Handler
 
+_PAUSE_SECONDS: Final = 0.02  # between two looks at requests that wait
 _ACCEPT_PAUSE_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 1.0  # between two looks at who should have moved something
 _HELLO_SECONDS: Final = 10.0  # a connection that has not said hello by then is closed
@@ -55,7 +57,7 @@ class SocketServer:
             except ValueError as error:
                 msg = f"{error}: a store that others are to reach needs a shared pool"
                 raise ConfigError(msg) from error
-        self._door = Door(handler, epoch, descriptor, token, memoryview(bytearray(BUFFER_BYTES)))
+        self._door = Door(handler, epoch, descriptor, token, memoryview(bytearray(BUFFER_BYTES)), self._wake)
         self._tls = tls
         self._listener = Listener(where)
         self.address = str(self._listener.address)  # with the port that the system chose
@@ -63,9 +65,11 @@ class SocketServer:
         self._epoll = select.epoll()
         self._epoll.register(self._listener.socket, select.EPOLLIN)
         self._waker, self._wakes = socket.socketpair()
+        self._waker.setblocking(False)
         self._epoll.register(self._wakes, select.EPOLLIN)
         self._connections: dict[int, Connection] = {}  # by file descriptor
         self._strangers: dict[Connection, float] = {}  # have not said hello: until when they may
+        self._paused: set[Connection] = set()  # whose requests wait for what tiers tell
         self._unfinished: set[Connection] = set()  # those that have said it, and may not rest
         self._looked_seconds = 0.0  # when their patience was last counted, on the monotonic clock
         self._thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
@@ -76,29 +80,38 @@ class SocketServer:
         if self._is_closed:
             return
         self._is_closed = True
-        self._waker.send(b"x")
+        self._wake()
         self._thread.join()
         self._epoll.close()
         self._listener.close()
         for end in (self._waker, self._wakes):
             end.close()
 
+    def _wake(self, _: object = None) -> None:
+        with contextlib.suppress(OSError):  # so many wake it that it will anyway, or it has ended
+            self._waker.send(b"x")
+
     def _run(self) -> None:
-        door, wakes = self._listener.socket.fileno(), self._wakes.fileno()
-        while True:
-            for descriptor, _ in self._epoll.poll(_LOOK_SECONDS if self._strangers or self._unfinished else None):
-                if connection := self._connections.get(descriptor):
-                    self._serve(connection)
-                elif descriptor == door:
-                    self._accept()
-                elif descriptor == wakes:
-                    for connection in list(self._connections.values()):
-                        self._drop(connection)
-                    return
+        while not self._is_closed:
+            has_patience = not (self._strangers or self._unfinished)
+            look_seconds = _PAUSE_SECONDS if self._paused else None if has_patience else _LOOK_SECONDS
+            descriptors = [descriptor for descriptor, _ in self._epoll.poll(look_seconds)]
+            for descriptor in descriptors + [each.descriptor for each in self._paused]:
+                self._turn(descriptor)
             if self._strangers:
                 self._drop_strangers()
             if self._unfinished:
                 self._drop_stuck()
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+
+    def _turn(self, descriptor: int) -> None:
+        if connection := self._connections.get(descriptor):
+            self._serve(connection)
+        elif descriptor == self._listener.socket.fileno():
+            self._accept()
+        elif descriptor == self._wakes.fileno():
+            self._wakes.recv(BUFFER_BYTES)
 
     def _accept(self) -> None:
         try:
@@ -119,13 +132,12 @@ class SocketServer:
     def _serve(self, connection: Connection) -> None:
         try:
             connection.serve()
-            if connection.is_unfinished:
-                self._unfinished.add(connection)
-            else:
-                self._unfinished.discard(connection)
+            for group, is_in in ((self._unfinished, connection.is_unfinished), (self._paused, connection.is_paused)):
+                (group.add if is_in else group.discard)(connection)
             wanted = select.EPOLLOUT if connection.has_output else 0
             if not connection.is_full:
                 wanted |= select.EPOLLIN
+            wanted = wanted or select.EPOLLONESHOT  # that it has gone is told once, not without end
             if wanted != connection.awaited:
                 connection.awaited = wanted
                 self._epoll.modify(connection.descriptor, wanted)
@@ -162,6 +174,7 @@ class SocketServer:
     def _drop(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
         self._unfinished.discard(connection)
+        self._paused.discard(connection)
         self._epoll.unregister(connection.descriptor)
         del self._connections[connection.descriptor]
         try:
