@@ -72,6 +72,14 @@ class Server:
         """Where HTTP is spoken; empty if nowhere."""
         return "" if self._http is None else self._http.address
 
+    @property
+    def dead_threads(self) -> list[str]:
+        """Names of threads that have to be alive, and have ended by a fault of ours."""
+        threads = [*self.driver.threads, *(each.thread for each in self._sockets)]
+        if self._publisher is not None:
+            threads.append(self._publisher.thread)
+        return [thread.name for thread in threads if not thread.is_alive()]
+
     def connect(self, client: str) -> StoreClient:
         """A session in this process."""
         return StoreClient(InprocTransport(self.driver, self.driver.pool, self.driver.wait_change, client))

@@ -93,6 +93,11 @@ class StoreDriver:
         """The store's memory."""
         return self.manager.room.pool
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that have to be alive."""
+        return self._threads[:1] if self._scan.is_over else self._threads
+
     def open_session(self, client: str) -> int:
         """A new session's id."""
         with self._lock:

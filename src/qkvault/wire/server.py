@@ -12,6 +12,7 @@ import socket
 import ssl
 import threading
 import time
+import traceback
 from typing import Final
 
 from qkvault.address import parse_address
@@ -72,8 +73,8 @@ class SocketServer:
         self._paused: set[Connection] = set()  # whose requests wait for what tiers tell
         self._unfinished: set[Connection] = set()  # those that have said it, and may not rest
         self._looked_seconds = 0.0  # when their patience was last counted, on the monotonic clock
-        self._thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         """Stop answering, end every session, remove the socket file. Idempotent."""
@@ -81,7 +82,7 @@ class SocketServer:
             return
         self._is_closed = True
         self._wake()
-        self._thread.join()
+        self.thread.join()
         self._epoll.close()
         self._listener.close()
         for end in (self._waker, self._wakes):
@@ -96,17 +97,23 @@ class SocketServer:
             has_patience = not (self._strangers or self._unfinished)
             look_seconds = _PAUSE_SECONDS if self._paused else None if has_patience else _LOOK_SECONDS
             descriptors = [descriptor for descriptor, _ in self._epoll.poll(look_seconds)]
-            for descriptor in descriptors + [each.descriptor for each in self._paused]:
-                self._turn(descriptor)
+            for descriptor in [*descriptors, *(each.descriptor for each in self._paused), None]:
+                try:
+                    self._turn(descriptor)
+                except Exception:  # thread top: what one client or one look costs is not the others'
+                    _limited.warning("wire_failed", error=traceback.format_exc(limit=-3))
+                    time.sleep(_ACCEPT_PAUSE_SECONDS)  # it may come again at once
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+
+    def _turn(self, descriptor: int | None) -> None:
+        # What has happened at a descriptor; None: the time that has passed.
+        if descriptor is None:
             if self._strangers:
                 self._drop_strangers()
             if self._unfinished:
                 self._drop_stuck()
-        for connection in list(self._connections.values()):
-            self._drop(connection)
-
-    def _turn(self, descriptor: int) -> None:
-        if connection := self._connections.get(descriptor):
+        elif connection := self._connections.get(descriptor):
             self._serve(connection)
         elif descriptor == self._listener.socket.fileno():
             self._accept()
@@ -175,8 +182,9 @@ class SocketServer:
         self._strangers.pop(connection, None)
         self._unfinished.discard(connection)
         self._paused.discard(connection)
-        self._epoll.unregister(connection.descriptor)
         del self._connections[connection.descriptor]
+        with contextlib.suppress(OSError):  # it is not known there any more
+            self._epoll.unregister(connection.descriptor)
         try:
             connection.close()
         except Exception:  # thread top: whatever a session leaves behind, the other clients are answered
