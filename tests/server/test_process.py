@@ -279,9 +279,9 @@ class TestStop:
 
 
 class TestKill:
-    def test_ten_kills_leave_nothing(self, start, connect, tmp_path, take_snapshot):
+    def test_ten_kills_leave_nothing(self, start, connect, tmp_path, take_snapshot, pools_of):
         """B207: no memory, process or second socket, and what was on disk before is there again."""
-        before = take_snapshot().segments
+        before, pools = take_snapshot().pools, set()
         for round_ in range(10):
             server = start(*on_disk(tmp_path)).wait_ready()
             client = connect(server.address)
@@ -290,6 +290,7 @@ class TestKill:
                 located = client.wait(find(client, word), 20.0, time.monotonic)
                 assert read(client, located, word) == 64
             save(client, chr(ord("a") + round_) * 4)
+            pools |= pools_of(server.pid)
             deadline = time.monotonic() + 20
             while (status := client.status()).num_jobs or status.is_scanning:
                 assert time.monotonic() < deadline
@@ -298,7 +299,11 @@ class TestKill:
             with pytest.raises(Unavailable):
                 client.status()
             client.close()
-        assert take_snapshot().segments == before
+        assert len(pools) == 10
+        assert take_snapshot().pools == before
+        for pid in psutil.pids():
+            with suppress(OSError):  # gone meanwhile, or not ours to look at
+                assert pools.isdisjoint(pools_of(pid))
         assert [path.name for path in tmp_path.iterdir() if path.is_socket()] == ["s"]
         assert not list((tmp_path / "disk").rglob("*.tmp*"))
         ours = [
@@ -306,7 +311,7 @@ class TestKill:
         ]
         assert ours == []
 
-    def test_a_killed_client_holds_nothing(self, start, connect):
+    def test_a_killed_client_holds_nothing(self, start, connect, pools_of):
         """B207: what it was writing is void and what it was reading is free as soon as its connection is gone."""
         server = start().wait_ready()
         code = (
@@ -319,6 +324,8 @@ class TestKill:
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as victim:
             assert victim.stdout.readline() == b"ready\n"
             client = connect(server.address)
+            (pool,) = pools_of(server.pid)
+            assert pools_of(victim.pid) == {pool}
             assert client.status().num_leases == 2
             victim.kill()
             victim.wait()
