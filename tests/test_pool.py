@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from qkvault import pool as pool_module
 from qkvault.errors import ConfigError, InvariantError
 from qkvault.image import ALIGNMENT_BYTES, align_up
-from qkvault.pool import AttachedPool, Pool, cgroup_memory
+from qkvault.memory import available_memory, cgroup_memory
+from qkvault.pool import AttachedPool, Pool
 
 MIB = 1 << 20
 NAME = "qkvault-test"
@@ -199,16 +200,19 @@ def test_any_size_starts_and_is_rounded_down_to_whole_pages(capacity_bytes):
 
 @pytest.mark.parametrize("prefault", [True, False])
 @pytest.mark.parametrize("name", [None, NAME])
-def test_a_pool_larger_than_memory_is_refused_at_once_with_the_size_it_needs(name, prefault):
+@pytest.mark.parametrize("size", ["an exbibyte", "three times what there is"])
+def test_a_pool_larger_than_memory_is_refused_at_once_with_the_size_it_needs(name, prefault, size):
+    """B334: also one whose pages would be taken one by one."""
+    num_bytes = 1 << 60 if size == "an exbibyte" else available_memory()[0] * 3 // 4096 * 4096
     begin = time.monotonic()
-    with pytest.raises(ConfigError, match=str(1 << 50)):
-        Pool(1 << 50, name=name, prefault=prefault)
+    with pytest.raises(ConfigError, match=rf"needs {num_bytes} bytes of memory.*make it smaller"):
+        Pool(num_bytes, name=name, prefault=prefault)
     assert time.monotonic() - begin < 1
     assert not is_mapped()
 
 
 def test_a_size_that_no_address_holds_is_refused():
-    with pytest.raises(ConfigError, match="refuses"):
+    with pytest.raises(ConfigError, match="make it smaller"):
         make_pool(1 << 80)
 
 
@@ -272,7 +276,7 @@ def test_a_machine_without_control_groups_has_no_limit(tmp_path):
 def test_a_container_s_limit_counts_as_memory(tmp_path, monkeypatch):
     write(tmp_path / "proc/self/cgroup", "0::/a.service\n")
     write(tmp_path / "sys/fs/cgroup/a.service/memory.max", f"{8 * MIB}\n")
-    monkeypatch.setattr(pool_module, "_ROOT", tmp_path)
+    monkeypatch.setattr("qkvault.memory._ROOT", tmp_path)
     with pytest.raises(ConfigError, match=f"{8 * MIB} are available in this control group"):
         Pool(9 * MIB)
     Pool(7 * MIB).close()

@@ -141,7 +141,7 @@ class TestStart:
             "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
             "from qkvault.cli.app import main; main()"
         )
-        server = start("--ram", "4GiB", "--set", "prefault=false", code=code)
+        server = start("--ram", "2GiB", "--set", "prefault=false", code=code)
         assert server.wait() == 2
         assert "the system refuses" in server.log
 
@@ -151,16 +151,17 @@ class TestStart:
         ids=["the limit of a service", "the limit of a container"],
     )
     def test_a_pool_beyond_the_containers_limit_is_refused(self, start, tmp_path, group):
-        """B334: before a page of it is taken, whatever the machine has; without pre-faulting nothing is asked."""
+        """B334: before a page of it is taken, whatever the machine has; also where pages would be taken later."""
         root = tmp_path / "root"
         for name, text in (("proc/self/cgroup", group[0]), (f"sys/fs/cgroup/{group[1]}", str(256 << 20))):
             (root / name).parent.mkdir(parents=True)
             (root / name).write_text(text)
-        code = f"import pathlib\nfrom qkvault import pool\npool._ROOT = pathlib.Path({str(root)!r})\n{MAIN}"
-        server = start("--ram", "257MiB", code=code)
-        assert server.wait() == 2
-        numbers = f"{257 << 20} bytes of memory, {256 << 20} are available in this control group"
-        assert server.log == f"qkvault: the pool needs {numbers}: make it smaller\n"
+        code = f"import pathlib\nfrom qkvault import memory\nmemory._ROOT = pathlib.Path({str(root)!r})\n{MAIN}"
+        for prefault in (True, False):
+            server = start("--ram", "257MiB", "--set", f"prefault={prefault}", code=code)
+            assert server.wait() == 2
+            numbers = f"{257 << 20} bytes of memory, {256 << 20} are available in this control group"
+            assert server.log == f"qkvault: the pool needs {numbers}: make it smaller (ram_bytes)\n"
         assert start("--ram", "8MiB", code=code).wait_ready().stop() == 0
 
     def test_the_kernels_own_limit_is_seen(self, start, memory_group):
