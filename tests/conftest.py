@@ -21,6 +21,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import settings
 
+from qkvault.memory import meminfo
+
 OURS = "qkvault"
 GRACE_SECONDS = 2.0  # a thread that was told to stop may still be on its way out
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +135,27 @@ def _isolation(request: pytest.FixtureRequest) -> Iterator[None]:
 def take_snapshot() -> Callable[[], Snapshot]:
     """Look at what the process holds, as the leak checks do."""
     return Snapshot.take
+
+
+@pytest.fixture
+def reserve_huge_pages() -> Iterator[Callable[[int], int]]:
+    """Has the kernel reserve so many huge pages until the test ends, and tells their size; skips where it does not."""
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+
+    def reserve(num_pages: int) -> int:
+        try:
+            setting.write_text(str(int(before) + num_pages))
+        except OSError as error:
+            pytest.skip(f"no huge pages of our own: {error}")
+        memory = meminfo()
+        if memory["HugePages_Free"] - memory["HugePages_Rsvd"] < num_pages:
+            pytest.skip("the kernel finds no memory for huge pages")
+        return memory["Hugepagesize"]
+
+    yield reserve
+    with suppress(OSError):
+        setting.write_text(before)
 
 
 @pytest.fixture(name="pools_of")

@@ -70,6 +70,25 @@ def _number(text: str) -> int:
     return int(text) if text.strip().isdecimal() else 0
 
 
+def huge_page_bytes(pool_bytes: int, memory: dict[str, int]) -> int:
+    """The size of huge pages, if so many are reserved and free that a pool can be made of them; else 0.
+
+    It is made of whole ones and never larger than it was asked for, so that it may lose a sixteenth of its size.
+    ``memory`` is what ``meminfo`` tells.
+    """
+    page_bytes = memory.get("Hugepagesize", 0)
+    num_free = memory.get("HugePages_Free", 0) - memory.get("HugePages_Rsvd", 0)  # others have mapped those
+    num_pages = pool_bytes // page_bytes if page_bytes else 0
+    is_alike = num_pages > 0 and pool_bytes - num_pages * page_bytes <= pool_bytes >> 4
+    return page_bytes if is_alike and num_pages <= num_free else 0
+
+
+def transparent_mode(*, shared: bool, root: Path = _ROOT) -> str:
+    """When the kernel makes pages huge by itself: the mode in brackets, as in ``always [madvise] never``."""
+    file = "shmem_enabled" if shared else "enabled"
+    return read_text(root / "sys/kernel/mm/transparent_hugepage" / file).partition("[")[2].partition("]")[0]
+
+
 def meminfo(root: Path = _ROOT) -> dict[str, int]:
     """What the kernel tells of memory, by its names: bytes, and numbers of pages."""
     each = [line.split() for line in read_text(root / "proc/meminfo").splitlines()]

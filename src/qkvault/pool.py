@@ -22,13 +22,14 @@ import numpy as np
 
 from qkvault.errors import ConfigError, InvariantError
 from qkvault.image import ALIGNMENT_BYTES, align_up
-from qkvault.memory import require_available
+from qkvault.memory import huge_page_bytes, meminfo, require_available, transparent_mode
 
 STEP_BYTES: Final = 64 << 20  # populated at a time, some 10-50 ms: madvise keeps the interpreter to itself
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not yet in the mmap module
 _MADV_POPULATE_WRITE: Final = 23
 # Whoever maps the pool may write to it, and may not take pages away from under the others.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SMALL: Final = ("", "never", "deny")  # modes in which the kernel gives no transparent huge pages
 _NUM_STARTS: Final = 16  # free runs from which a window is looked for, the longest ones
 _NUM_WINDOWS: Final = 8  # of those found this way that are tried, the ones with the fewest bytes in slots
 
@@ -41,10 +42,11 @@ class _Window(NamedTuple):
 
 
 class Pool:
-    """A mapping of ``capacity_bytes`` (rounded down to whole pages of 4096) and the allocator over it.
+    """A mapping of ``capacity_bytes``, rounded down to whole pages of 4096 or of huge ones, and the allocator over it.
 
     ``name`` makes it shared memory: another process that is sent its ``descriptor`` maps it with AttachedPool. The name
-    is only what /proc shows: nothing is left in any file system, however the process ends.
+    is only what /proc shows: nothing is left in any file system, however the process ends. Of huge pages that are
+    reserved shared memory is made, if there are enough; they are taken at once.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str | None = None, prefault: bool = True) -> None:
@@ -61,9 +63,9 @@ class Pool:
             msg = f"a pool of {capacity_bytes} bytes is too small: give it at least {ALIGNMENT_BYTES}"
             raise ConfigError(msg)
         self._descriptor: int | None = None
+        self.pages = "reserved"  # which the system has given: reserved and huge, transparently huge, or small
         try:
-            require_available(self.capacity_bytes)
-            self._map = self._open(name, prefault=prefault)
+            self._map = self._open_huge(name) or self._open(name, prefault=prefault)
         except BaseException as error:  # also when interrupted, which is likely while memory is taken
             self._close_descriptor()
             if isinstance(error, (OSError, OverflowError, ValueError)):
@@ -184,15 +186,35 @@ class Pool:
         self._close_descriptor()
         _unmap(self.memory, self._map)
 
+    def _open_huge(self, name: str | None) -> mmap.mmap | None:
+        # None, and nothing is left, if the system has other plans for them: then there are others.
+        page_bytes = huge_page_bytes(self.capacity_bytes, meminfo()) if name is not None else 0
+        if name is None or not page_bytes:
+            return None
+        try:
+            mapping = self._share(name, self.capacity_bytes // page_bytes * page_bytes, os.MFD_HUGETLB)
+            for offset, num_bytes in _steps(len(mapping)):  # a group without a right to them learns it now, by an error
+                mapping.madvise(_MADV_POPULATE_WRITE, offset, num_bytes)
+        except OSError:
+            self._close_descriptor()
+            return None
+        self.capacity_bytes = len(mapping)
+        return mapping
+
+    def _share(self, name: str, num_bytes: int, flags: int = 0) -> mmap.mmap:
+        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+        os.fchmod(self._descriptor, 0o600)
+        os.ftruncate(self._descriptor, num_bytes)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return mmap.mmap(self._descriptor, num_bytes)
+
     def _open(self, name: str | None, *, prefault: bool) -> mmap.mmap:
+        require_available(self.capacity_bytes)
+        self.pages = "small" if transparent_mode(shared=name is not None) in _SMALL else "transparent"
         if name is None:
             mapping = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.fchmod(self._descriptor, 0o600)
-            os.ftruncate(self._descriptor, self.capacity_bytes)
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            mapping = mmap.mmap(self._descriptor, self.capacity_bytes)
+            mapping = self._share(name, self.capacity_bytes)
         with contextlib.suppress(OSError):  # a kernel without huge pages; with them, a tenth of the faults' time
             mapping.madvise(mmap.MADV_HUGEPAGE)
         if prefault:

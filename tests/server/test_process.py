@@ -17,6 +17,7 @@ import pytest
 
 from qkvault.address import parse_address
 from qkvault.errors import Unavailable
+from qkvault.memory import meminfo
 from qkvault.testing.transport_contract import find, read, save, until
 
 MAIN = "from qkvault.cli.app import main; main()"
@@ -174,6 +175,23 @@ class TestStart:
         assert found
         assert 256 << 20 < int(found[1]) < 512 << 20  # without what the process itself has taken by then
         assert start("--ram", "8MiB", code=code).wait_ready().stop() == 0
+
+    def test_it_takes_huge_pages_that_are_reserved(self, start, connect, reserve_huge_pages):
+        """B483: and says so; a killed one gives them back."""
+        page_bytes = reserve_huge_pages(4)
+        free = meminfo()["HugePages_Free"]
+        server = start("--ram", str(4 * page_bytes)).wait_ready()
+        assert re.search(r"server_ready .* pages=reserved ", server.log)
+        client = connect(server.address)
+        assert save(client, "aabb") == 2
+        assert read(client, find(client, "aabb"), "aabb") == 64
+        assert meminfo()["HugePages_Free"] == free - 4
+        server.stop(signal.SIGKILL)
+        client.close()
+        assert meminfo()["HugePages_Free"] == free
+        server = start("--ram", str(5 * page_bytes)).wait_ready()
+        assert re.search(r"server_ready .* pages=(small|transparent) ", server.log)
+        assert server.stop() == 0
 
     @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
     def test_pages_without_what_they_need_are_refused(self, start, package):

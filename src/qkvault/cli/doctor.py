@@ -19,7 +19,7 @@ import typer
 from qkvault.cli.output import JsonOption, print_json, print_table
 from qkvault.cli.store import AddressOption
 from qkvault.errors import ConfigError, QKVaultError, Unavailable
-from qkvault.memory import cgroup_memory, meminfo, read_text
+from qkvault.memory import cgroup_memory, meminfo, read_text, transparent_mode
 from qkvault.units import approximate_size
 
 if TYPE_CHECKING:
@@ -138,10 +138,9 @@ def _shared_memory() -> Finding:
 
 
 def _huge_pages(root: Path) -> Iterator[Finding]:
-    """The mode in brackets: ``always [madvise] never``; one for private memory, one for what processes share."""
+    """One for private memory, one for what processes share."""
     for name, file in (("transparent huge pages", "enabled"), ("huge pages for shared memory", "shmem_enabled")):
-        modes = read_text(root / "sys/kernel/mm/transparent_hugepage" / file)
-        mode = modes.partition("[")[2].partition("]")[0]
+        mode = transparent_mode(shared=file == "shmem_enabled", root=root)
         if mode != "never":
             yield Finding(name, mode or "unknown")
             continue

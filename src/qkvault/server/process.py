@@ -80,6 +80,7 @@ def run(loaded: Loaded) -> int:
 def _tell_ready(server: Server) -> None:
     config = server.loaded.config
     fields = {"addresses": ",".join(server.addresses), "ram": approximate_size(server.driver.pool.capacity_bytes)}
+    fields["pages"] = server.driver.pool.pages
     if config.disk_path is not None:
         fields |= {"disk": config.disk_path, "disk_size": approximate_size(config.disk_bytes)}
     if server.http_address:
