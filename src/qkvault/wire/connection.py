@@ -22,6 +22,8 @@ _SLOWEST_BYTES_PER_SECOND: Final = 1 << 16  # what it has to move to keep our pa
 _TURN_BYTES: Final = 8 << 20  # of one client's data that are taken or sent before the others have their turn
 _MAX_OUT_BYTES: Final = 4 << 20  # of replies that a client has yet to read: until it does, nothing is read from it
 _MAX_HELLO_BYTES: Final = 1 << 16  # before it said who it is, nobody gets more memory
+_ORDERS: Final = (m.Clear, m.Forget, m.Switch, m.Check)  # what changes the cache for others, or holds them up
+_NO_ORDERS: Final = "no token is set, so nobody may do that over TCP: set `token` at both ends, or use a Unix socket"
 _NOTHING: Final = memoryview(b"")
 _WOULD_BLOCK: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -34,6 +36,7 @@ class Door(NamedTuple):
     descriptor: int | None  # of the pool, for clients on this machine
     token: str  # that a client has to know; empty: none
     buffer: memoryview  # what a client has sent lies here while it is read
+    takes_orders: bool = True  # else clients may store and read
     wake: Callable[[object], None] = lambda _: None  # has the server look whose wait is over; any thread
 
 
@@ -226,6 +229,9 @@ class Connection:
 
     def _answer(self, sequence: int, session_id: int, request: m.AnyRequest) -> None:
         handler = self._door.handler
+        if not self._door.takes_orders and isinstance(request, _ORDERS):
+            self._send(sequence, m.Failed("unauthorized", _NO_ORDERS))
+            return
         early = handler.prepare(request)
         if early is None:
             self._send(sequence, handler.call(session_id, request))

@@ -47,6 +47,7 @@ class SocketServer:
     ) -> None:
         """Listen and start. ``token`` is asked of clients of TCP; a Unix socket asks the kernel who they are.
 
+        Without it clients of TCP may store and read, and give no orders: ``Clear``, ``Forget``, ``Switch``, ``Check``.
         Raises ConfigError if something else answers, or lies, at the address, or if the pool is private.
         """
         where = parse_address(address)
@@ -58,7 +59,9 @@ class SocketServer:
             except ValueError as error:
                 msg = f"{error}: a store that others are to reach needs a shared pool"
                 raise ConfigError(msg) from error
-        self._door = Door(handler, epoch, descriptor, token, memoryview(bytearray(BUFFER_BYTES)), self._wake)
+        takes_orders = where.is_unix or token != ""
+        buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._door = Door(handler, epoch, descriptor, token, buffer, takes_orders=takes_orders, wake=self._wake)
         self._tls = tls
         self._listener = Listener(where)
         self.address = str(self._listener.address)  # with the port that the system chose
