@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from qkvault.errors import InvariantError, UnknownMedium
 from qkvault.events import StoreEvent
-from qkvault.logs import get_logger
+from qkvault.logs import RateLimited, get_logger
 from qkvault.pool import Pool
 from qkvault.store.book import TierBook
 from qkvault.store.feed import PAGE
@@ -23,6 +23,7 @@ from qkvault.store.sessions import Session, Sessions
 from qkvault.store.status import status_of
 from qkvault.store.tiering import lacks
 from qkvault.tiers.base import JobResult, Tier
+from qkvault.types import Outcome
 from qkvault.wire import messages as m
 from qkvault.wire.transport import Early
 
@@ -32,6 +33,7 @@ _MAX_CHECKED: Final = 20_000  # chunks: more hold up other clients for more than
 _SAMPLE_SECONDS: Final = 1.0  # that a start waits for what spaces the tiers hold
 _CONFINABLE: Final = (m.Lookup, m.Match, m.Inspect, m.Several)  # may say which media they mean
 _log = get_logger("store")
+_limited = RateLimited(_log)
 
 
 class Traits(NamedTuple):
@@ -137,6 +139,9 @@ class StoreDriver:
                 _log.exception("request_failed", request=type(request).__name__)
                 reply = m.Failed("internal", f"{type(error).__name__}: {error}")
             self._after_change()
+        if isinstance(reply, m.Reserved) and Outcome.NO_ROOM in reply.outcomes:
+            num_chunks = reply.outcomes.count(Outcome.NO_ROOM)
+            _limited.warning("no_room", chunks=num_chunks, why="nothing that is idle can leave")
         return reply
 
     def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
