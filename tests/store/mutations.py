@@ -390,8 +390,8 @@ MUTATIONS = {
     ),
     "a download may begin before another has ended": (
         CONNECTION,
-        "return self._is_uploading or self._pause",
-        "return self._pause",
+        "return self._is_uploading or self.pause",
+        "return self.pause",
     ),
     "replies that nobody reads fill memory": (
         CONNECTION,

@@ -14,14 +14,11 @@ from qkvault.errors import InvariantError, UnknownMedium
 from qkvault.events import StoreEvent
 from qkvault.logs import RateLimited, get_logger
 from qkvault.pool import Pool
-from qkvault.store.book import TierBook
 from qkvault.store.feed import PAGE
-from qkvault.store.index import Entry
 from qkvault.store.manager import StorageManager
 from qkvault.store.scan import Scan
 from qkvault.store.sessions import Session, Sessions
 from qkvault.store.status import status_of
-from qkvault.store.tiering import lacks
 from qkvault.tiers.base import JobResult, Tier
 from qkvault.types import Outcome
 from qkvault.wire import messages as m
@@ -200,12 +197,10 @@ class StoreDriver:
         tier should have and was not given in that time, or could not take; 0 with ``purge``.
         """
         with self._changed:
-            if not self._is_closing:
-                self._changed.wait_for(self._has_no_jobs, drain_seconds)
+            is_over = self._is_closing or self._changed.wait_for(self._has_no_jobs, drain_seconds)
             if self._is_closing:
                 return 0
             self._is_closing = self._scan.is_given_up = True
-            unwritten = [] if purge else self.manager.tiering.unwritten()
             self._changed.notify_all()
         self._wake.set()
         self._scan.close()
@@ -219,19 +214,13 @@ class StoreDriver:
                 tier.close()
             except Exception:  # thread top: whatever a tier does, the others and the memory are given back
                 _log.exception("tier_close_failed", tier=tier.name)
-        num_lost = self._count_lost(unwritten)
+        with self._lock:
+            self._take_results()
+            num_lost = 0 if purge else len(self.manager.tiering.unwritten(is_over=is_over))
+        if num_lost:
+            _log.warning("chunks_not_written", chunks=num_lost, tiers=",".join(tier.name for tier in self.tiers))
         self.pool.close()
         return num_lost
-
-    def _count_lost(self, unwritten: list[tuple[TierBook, Entry]]) -> int:
-        # When the tiers have ended: some of it they have written meanwhile.
-        with self._lock:
-            if unwritten:
-                self._take_results()
-            lost = {entry.key for book, entry in unwritten if lacks(book, entry)}
-        if lost:
-            _log.warning("chunks_not_written", chunks=len(lost), tiers=",".join({book.name for book, _ in unwritten}))
-        return len(lost)
 
     def _has_no_jobs(self) -> bool:
         tiering = self.manager.tiering

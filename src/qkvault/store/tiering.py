@@ -26,11 +26,6 @@ _CATCH_UP_BYTES: Final = 64 << 20  # of images that one tier is given to catch u
 _REST_SECONDS: Final = 2.0  # before a tier that did not take what it missed is given any of it again
 
 
-def lacks(book: TierBook, entry: Entry) -> bool:
-    """Whether the tier of ``book`` should have ``entry``, and does not."""
-    return is_wanted(entry, lambda each: each.tiers & book.bit != 0)
-
-
 class Tiering(TierJobs):
     """All tiers of one store, nearest first."""
 
@@ -115,16 +110,13 @@ class Tiering(TierJobs):
                 is_more |= not book.catching_up and book.is_behind
         return is_more
 
-    def unwritten(self) -> list[tuple[TierBook, Entry]]:
-        """What is in RAM and not in a tier, but for what a tier that is well has no room for."""
-        keys: list[tuple[TierBook, bytes]] = []
+    def unwritten(self, *, is_over: bool) -> set[bytes]:
+        """Keys of what is in RAM and should be in a tier. Once all jobs are over, a tier that is well has no room."""
+        lacking = set()
         for book in self.books:
-            is_ill = not (book.is_healthy and book.can_store)
-            keys += [(book, key) for key in book.storing]
-            keys += [(book, key) for key, is_wanted_again in book.deleting.items() if is_wanted_again]
-            keys += [(book, key) for key in book.missed] if is_ill or book.is_behind else ()
-        found = [(book, self._index.get(key)) for book, key in keys]
-        return [(book, entry) for book, entry in found if entry is not None and lacks(book, entry)]
+            has_no_room = is_over and book.is_healthy and book.can_store
+            lacking |= book.storing | (set() if has_no_room else {*book.missed})
+        return {key for key in lacking if (entry := self._index.get(key)) is not None and not entry.doom}
 
     def supersede(self, entry: Entry) -> None:
         """Remove ``entry`` from every tier that has a longer chunk with all its tokens, and from no other."""

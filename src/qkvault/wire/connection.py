@@ -56,7 +56,7 @@ class Connection:
         self._is_ending = False  # closed when all is sent
         self._is_uploading = False  # slots wait to be sent
         self._patience_seconds = _PATIENCE_SECONDS
-        self._pause: tuple[Early, Callable[[], None]] | None = None  # for what, and what answers then
+        self.pause: tuple[Early, Callable[[], None]] | None = None  # what its last request waits for, and its answer
         # Data that comes after a message: where it is to go, and who is answered then.
         self._filling: deque[memoryview] = deque()
         self._skip_bytes = 0
@@ -70,12 +70,7 @@ class Connection:
     @property
     def is_full(self) -> bool:
         """Whether it waits, or has so much to read, that nothing is read from it meanwhile."""
-        return self._is_uploading or self._pause is not None or self._owned_bytes > _MAX_OUT_BYTES
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether its last request waits for something, and all behind it with it."""
-        return self._pause is not None
+        return self._is_uploading or self.pause is not None or self._owned_bytes > _MAX_OUT_BYTES
 
     @property
     def is_unfinished(self) -> bool:
@@ -92,8 +87,8 @@ class Connection:
 
         Raises OSError when the client has gone, ProtocolError to cut it off.
         """
-        if self._pause is not None:
-            self._resume(*self._pause)
+        if self.pause is not None:
+            self._resume(*self.pause)
         has_more = True
         while has_more:
             if not self.is_full:
@@ -107,7 +102,7 @@ class Connection:
 
     def _resume(self, early: Early, answer: Callable[[], None]) -> None:
         if early.answer.done() or time.monotonic() >= early.until_seconds:
-            self._pause = None
+            self.pause = None
             answer()
             self._take(_NOTHING)
 
@@ -156,7 +151,7 @@ class Connection:
         self._outbox.clear()  # no view of a slot outlives the session
         self._filling.clear()
         self._filled = lambda: None
-        self._pause = None
+        self.pause = None
         if self.session_id is not None:
             self._door.handler.close_session(self.session_id)
 
@@ -236,7 +231,7 @@ class Connection:
         if early is None:
             self._send(sequence, handler.call(session_id, request))
             return
-        self._pause = early, lambda: self._send(sequence, handler.call(session_id, request))
+        self.pause = early, lambda: self._send(sequence, handler.call(session_id, request))
         early.answer.add_done_callback(self._door.wake)
 
     def _open(self, request: m.AnyRequest) -> m.AnyReply:

@@ -142,7 +142,7 @@ class SocketServer:
     def _serve(self, connection: Connection) -> None:
         try:
             connection.serve()
-            for group, is_in in ((self._unfinished, connection.is_unfinished), (self._paused, connection.is_paused)):
+            for group, is_in in ((self._unfinished, connection.is_unfinished), (self._paused, connection.pause)):
                 (group.add if is_in else group.discard)(connection)
             wanted = select.EPOLLOUT if connection.has_output else 0
             if not connection.is_full:
