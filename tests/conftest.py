@@ -14,15 +14,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from hypothesis import settings
+
+from qkvault.memory import meminfo
 
 OURS = "qkvault"
 GRACE_SECONDS = 2.0  # a thread that was told to stop may still be on its way out
@@ -60,11 +61,11 @@ class Snapshot:
 
     threads: frozenset[threading.Thread]
     descriptors: dict[str, str]  # number to what it is open on
-    segments: frozenset[str]
+    pools: frozenset[str]  # shared ones of ours that it maps or has open, by name and inode
 
     @classmethod
     def take(cls) -> Snapshot:
-        return cls(frozenset(threading.enumerate()), _open_descriptors(), _our_segments())
+        return cls(frozenset(threading.enumerate()), _open_descriptors(), pools_of("self"))
 
     def leaks(self) -> list[str]:
         """What is held now and was not then, and should not be."""
@@ -77,9 +78,7 @@ class Snapshot:
         if len(now.descriptors) > len(self.descriptors):
             new = now.descriptors.items() - self.descriptors.items()
             found += [f"descriptor {number} on {target}" for number, target in new]
-        found += [
-            f"shared memory {name!r}" for name in now.segments - self.segments if not _is_held_by_another_process(name)
-        ]
+        found += [f"shared memory {pool}" for pool in now.pools - self.pools]
         return sorted(found)
 
     def leaks_after(self, grace_seconds: float) -> list[str]:
@@ -103,21 +102,19 @@ def _open_descriptors() -> dict[str, str]:
     return descriptors
 
 
-def _our_segments() -> frozenset[str]:
-    return frozenset(path.name for path in Path("/dev/shm").glob(f"{OURS}*"))
-
-
-def _is_held_by_another_process(segment: str) -> bool:
-    """Whether a process that is not of this run maps it: several runs of the tests may share a machine."""
-    this = psutil.Process()
-    family = {str(process.pid) for process in (this, *this.children(recursive=True))}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if process.name not in family and f"/{segment}" in (process / "maps").read_text():
-                return True
-        except OSError:
-            continue  # gone meanwhile, or not ours to read
-    return False
+def pools_of(pid: int | str) -> frozenset[str]:
+    """The shared pools that a process maps or has open: a memfd is in no directory, but in these two lists."""
+    process, prefix = Path("/proc") / str(pid), f"/memfd:{OURS}"
+    found = set()
+    for line in (process / "maps").read_text().splitlines():
+        *_, inode, name = (*line.split(maxsplit=5), "", "")[:6]
+        if name.startswith(prefix):
+            found.add(f"{name.split()[0]} {inode}")
+    for entry in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists the folder
+            if (target := str(entry.readlink())).startswith(prefix):
+                found.add(f"{target.split(maxsplit=1)[0]} {entry.stat().st_ino}")
+    return frozenset(found)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -140,6 +137,33 @@ def _isolation(request: pytest.FixtureRequest) -> Iterator[None]:
 def take_snapshot() -> Callable[[], Snapshot]:
     """Look at what the process holds, as the leak checks do."""
     return Snapshot.take
+
+
+@pytest.fixture
+def reserve_huge_pages() -> Iterator[Callable[[int], int]]:
+    """Has the kernel reserve so many huge pages until the test ends, and tells their size; skips where it does not."""
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+
+    def reserve(num_pages: int) -> int:
+        try:
+            setting.write_text(str(int(before) + num_pages))
+        except OSError as error:
+            pytest.skip(f"no huge pages of our own: {error}")
+        memory = meminfo()
+        if memory["HugePages_Free"] - memory["HugePages_Rsvd"] < num_pages:
+            pytest.skip("the kernel finds no memory for huge pages")
+        return memory["Hugepagesize"]
+
+    yield reserve
+    with suppress(OSError):
+        setting.write_text(before)
+
+
+@pytest.fixture(name="pools_of")
+def _pools_of() -> Callable[[int], frozenset[str]]:
+    """The shared pools of ours that a process holds."""
+    return pools_of
 
 
 @pytest.fixture(scope="session")

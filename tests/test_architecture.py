@@ -29,7 +29,7 @@ LAYERS = (
     "types errors",
     "units address config_names config_sources config config_page registry",
     "events logs keys tokens layout spaces image policies",
-    "pool logical paged",
+    "memory pool logical paged",
     "tiers codecs wire",
     "store",
     "store.scan store.driver",

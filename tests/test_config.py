@@ -65,6 +65,7 @@ def test_the_defaults_are_those():
         "disk_workers": 4,
         "disk_direct_io": True,
         "disk_keep": True,
+        "drain_seconds": 60.0,
         "save_decode": True,
         "save_partial_chunks": True,
         "min_hit_tokens": 0,

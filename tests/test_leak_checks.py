@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 
 import pytest
+
+from qkvault.pool import AttachedPool, Pool
 
 
 @pytest.fixture
@@ -44,14 +45,43 @@ def test_an_open_file_is_a_leak(take_snapshot, tmp_path):
     assert before.leaks_after(0.0) == []
 
 
-def test_a_shared_segment_is_a_leak(take_snapshot):
+def memory_leaks(before):
+    """What is found of memory alone, without inodes: a mapping of Python's keeps a descriptor as well."""
+    return [leak.rpartition(" ")[0] for leak in before.leaks_after(0.0) if leak.startswith("shared memory")]
+
+
+def test_a_shared_pool_is_a_leak(take_snapshot):
+    """Until its owner and whoever attached have unmapped it."""
     before = take_snapshot()
-    segment = Path(f"/dev/shm/qkvault-leak-check-{os.getpid()}")
-    segment.touch()
-    try:
-        assert before.leaks_after(0.0) == [f"shared memory {segment.name!r}"]
-    finally:
-        segment.unlink()
+    pool = Pool(1 << 16, name="qkvault-leak", prefault=False)
+    attached = AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes)
+    for close in (pool.close, attached.close):
+        assert memory_leaks(before) == ["shared memory /memfd:qkvault-leak"]
+        close()
+    assert before.leaks_after(0.0) == []
+
+
+def test_a_pool_that_somebody_still_looks_at_is_a_leak(take_snapshot):
+    """Its memory stays mapped, whatever was closed."""
+    before = take_snapshot()
+    pool = Pool(1 << 16, name="qkvault-leak", prefault=False)
+    view = pool.view(0, 16)
+    pool.close()
+    assert memory_leaks(before) == ["shared memory /memfd:qkvault-leak"]
+    view.release()
+    del pool
+    assert before.leaks_after(0.0) == []
+
+
+def test_a_pool_that_takes_the_place_of_another_is_a_leak(take_snapshot):
+    """As many descriptors are open as before."""
+    first = Pool(1 << 16, name="qkvault-leak", prefault=False)
+    before = take_snapshot()
+    first.close()
+    second = Pool(1 << 16, name="qkvault-leak", prefault=False)
+    assert memory_leaks(before) == ["shared memory /memfd:qkvault-leak"]
+    second.close()
+    assert before.leaks_after(0.0) == []
 
 
 @pytest.mark.allow_leaks("shows that the mark switches the checks off")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ from hypothesis import strategies as st
 from qkvault import pool as pool_module
 from qkvault.errors import ConfigError, InvariantError
 from qkvault.image import ALIGNMENT_BYTES, align_up
-from qkvault.pool import AttachedPool, Pool, cgroup_memory
+from qkvault.memory import available_memory, cgroup_memory, huge_page_bytes, meminfo, transparent_mode
+from qkvault.pool import AttachedPool, Pool
 
 MIB = 1 << 20
 NAME = "qkvault-test"
@@ -199,16 +201,19 @@ def test_any_size_starts_and_is_rounded_down_to_whole_pages(capacity_bytes):
 
 @pytest.mark.parametrize("prefault", [True, False])
 @pytest.mark.parametrize("name", [None, NAME])
-def test_a_pool_larger_than_memory_is_refused_at_once_with_the_size_it_needs(name, prefault):
+@pytest.mark.parametrize("size", ["an exbibyte", "three times what there is"])
+def test_a_pool_larger_than_memory_is_refused_at_once_with_the_size_it_needs(name, prefault, size):
+    """B334: also one whose pages would be taken one by one."""
+    num_bytes = 1 << 60 if size == "an exbibyte" else available_memory()[0] * 3 // 4096 * 4096
     begin = time.monotonic()
-    with pytest.raises(ConfigError, match=str(1 << 50)):
-        Pool(1 << 50, name=name, prefault=prefault)
+    with pytest.raises(ConfigError, match=rf"needs {num_bytes} bytes of memory.*make it smaller"):
+        Pool(num_bytes, name=name, prefault=prefault)
     assert time.monotonic() - begin < 1
     assert not is_mapped()
 
 
 def test_a_size_that_no_address_holds_is_refused():
-    with pytest.raises(ConfigError, match="refuses"):
+    with pytest.raises(ConfigError, match="make it smaller"):
         make_pool(1 << 80)
 
 
@@ -272,7 +277,7 @@ def test_a_machine_without_control_groups_has_no_limit(tmp_path):
 def test_a_container_s_limit_counts_as_memory(tmp_path, monkeypatch):
     write(tmp_path / "proc/self/cgroup", "0::/a.service\n")
     write(tmp_path / "sys/fs/cgroup/a.service/memory.max", f"{8 * MIB}\n")
-    monkeypatch.setattr(pool_module, "_ROOT", tmp_path)
+    monkeypatch.setattr("qkvault.memory._ROOT", tmp_path)
     with pytest.raises(ConfigError, match=f"{8 * MIB} are available in this control group"):
         Pool(9 * MIB)
     Pool(7 * MIB).close()
@@ -327,6 +332,80 @@ def test_a_machine_that_runs_full_while_prefaulting_is_an_error_and_nothing_stay
             Pool(MIB, name=NAME)
     gc.collect()
     assert not is_mapped()
+
+
+# Huge pages
+
+
+@pytest.mark.parametrize(
+    ("pool_bytes", "free", "mapped", "page_bytes"),
+    [
+        (8 * MIB, 4, 0, 2 * MIB),
+        (8 * MIB, 3, 0, 0),  # not enough
+        (8 * MIB, 6, 3, 0),  # some of them are others'
+        (9 * MIB - 4096, 4, 0, 0),  # a page too few, and much would be lost
+        (33 * MIB, 16, 0, 2 * MIB),  # little would be
+        (MIB, 4, 0, 0),
+    ],
+)
+def test_a_pool_is_made_of_huge_pages_if_enough_of_them_are_free(pool_bytes, free, mapped, page_bytes):
+    """B483: as the kernel tells: what is reserved, free, and mapped by nobody."""
+    memory = {"Hugepagesize": 2 * MIB, "HugePages_Free": free, "HugePages_Rsvd": mapped}
+    assert huge_page_bytes(pool_bytes, memory) == page_bytes
+    assert huge_page_bytes(pool_bytes, {}) == 0
+
+
+def test_a_shared_pool_takes_huge_pages_that_are_reserved(reserve_huge_pages):
+    """B483: whole ones, so that it is a little smaller; who attaches sees the same bytes; all are given back."""
+    page_bytes = reserve_huge_pages(16)
+    free = meminfo()["HugePages_Free"]
+    pool = Pool(16 * page_bytes + 3 * MIB // 2, name=NAME, prefault=False)
+    assert (pool.pages, pool.capacity_bytes) == ("reserved", 16 * page_bytes)
+    assert meminfo()["HugePages_Free"] == free - 16
+    with pytest.raises(PermissionError):
+        os.ftruncate(pool.descriptor, page_bytes)
+    attached = AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes, prefault=True)
+    offset = pool.allocate(8192)
+    pool.view(offset, 8192)[:] = attached.view(pool.capacity_bytes - 4096, 4096).tobytes() + b"x" * 4096
+    assert attached.view(offset, 8192).tobytes() == bytes(4096) + b"x" * 4096
+    pool.free(offset)
+    pool.check()
+    pool.close()
+    assert attached.view(offset + 4096, 1).tobytes() == b"x"
+    attached.close()
+    assert not is_mapped()
+    assert meminfo()["HugePages_Free"] == free
+
+
+@pytest.mark.parametrize("name", [None, NAME])
+def test_a_pool_that_gets_no_huge_pages_is_made_of_others(monkeypatch, name):
+    """B483: also when they are gone by the time that it asks for them."""
+    monkeypatch.setattr(pool_module, "meminfo", lambda: {"Hugepagesize": 2 * MIB, "HugePages_Free": 1 << 30})
+    num_bytes = 16 * MIB + 4096
+    pool = Pool(num_bytes, name=name, prefault=False)
+    assert pool.pages in ("small", "transparent")
+    assert pool.capacity_bytes == num_bytes
+    pool.close()
+    assert not is_mapped()
+
+
+@pytest.mark.parametrize(
+    ("shared", "modes", "pages"),
+    [
+        (True, "always within_size advise [never] deny force", "small"),
+        (True, "always within_size [advise] never deny force", "transparent"),
+        (False, "always [madvise] never", "transparent"),
+        (False, "", "small"),
+    ],
+)
+def test_a_pool_tells_what_pages_the_kernel_gives(tmp_path, monkeypatch, shared, modes, pages):
+    """B483: private and shared memory have a mode each."""
+    file = "shmem_enabled" if shared else "enabled"
+    write(tmp_path / "sys/kernel/mm/transparent_hugepage" / file, modes)
+    monkeypatch.setattr(pool_module, "transparent_mode", partial(transparent_mode, root=tmp_path))
+    pool = Pool(4096, name=NAME if shared else None, prefault=False)
+    assert pool.pages == pages
+    pool.close()
 
 
 # Sharing

@@ -93,6 +93,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     disk_keep: Annotated[
         bool, Meta(description="Keep the disk tier's chunks at exit. Without it they are removed.")
     ] = True
+    drain_seconds: Annotated[
+        float, Meta(ge=0, le=86400, description="How long `qkvault serve`, when it stops, may write to the disk.")
+    ] = 60.0
     save_decode: Annotated[bool, Meta(description="Store generated tokens too, not only prompts.")] = True
     save_partial_chunks: Annotated[
         bool, Meta(description="Store the tail of a prompt, which fills less than a chunk.")

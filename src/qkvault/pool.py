@@ -16,24 +16,22 @@ import mmap
 import os
 from collections.abc import Callable
 from itertools import chain, islice
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-import psutil
 
 from qkvault.errors import ConfigError, InvariantError
 from qkvault.image import ALIGNMENT_BYTES, align_up
+from qkvault.memory import huge_page_bytes, meminfo, require_available, transparent_mode
 
 STEP_BYTES: Final = 64 << 20  # populated at a time, some 10-50 ms: madvise keeps the interpreter to itself
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14; not yet in the mmap module
 _MADV_POPULATE_WRITE: Final = 23
 # Whoever maps the pool may write to it, and may not take pages away from under the others.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_UNLIMITED_BYTES: Final = 1 << 60  # the kernel writes a number near 2**63 where there is no limit
+_SMALL: Final = ("", "never", "deny")  # modes in which the kernel gives no transparent huge pages
 _NUM_STARTS: Final = 16  # free runs from which a window is looked for, the longest ones
 _NUM_WINDOWS: Final = 8  # of those found this way that are tried, the ones with the fewest bytes in slots
-_ROOT: Final = Path("/")
 
 
 class _Window(NamedTuple):
@@ -44,10 +42,11 @@ class _Window(NamedTuple):
 
 
 class Pool:
-    """A mapping of ``capacity_bytes`` (rounded down to whole pages of 4096) and the allocator over it.
+    """A mapping of ``capacity_bytes``, rounded down to whole pages of 4096 or of huge ones, and the allocator over it.
 
     ``name`` makes it shared memory: another process that is sent its ``descriptor`` maps it with AttachedPool. The name
-    is only what /proc shows: nothing is left in any file system, however the process ends.
+    is only what /proc shows: nothing is left in any file system, however the process ends. Of huge pages that are
+    reserved shared memory is made, if there are enough; they are taken at once.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str | None = None, prefault: bool = True) -> None:
@@ -55,7 +54,7 @@ class Pool:
 
         That lasts 0.1 s a GiB for private memory and 0.9 s for shared (less where shmem_enabled allows huge pages), and
         3 s more in a virtual machine whose host has yet to find the memory. Without ``prefault`` a page is taken when
-        it is first written, and a machine that has none left by then kills the process.
+        it is first written, and a machine on which others have taken them by then kills the process.
 
         Raises ConfigError, at once and leaving nothing behind, if the size is not positive or more than there is.
         """
@@ -63,11 +62,10 @@ class Pool:
         if self.capacity_bytes <= 0:
             msg = f"a pool of {capacity_bytes} bytes is too small: give it at least {ALIGNMENT_BYTES}"
             raise ConfigError(msg)
-        if prefault:
-            _require_available(self.capacity_bytes)
         self._descriptor: int | None = None
+        self.pages = "reserved"  # which the system has given: reserved and huge, transparently huge, or small
         try:
-            self._map = self._open(name, prefault=prefault)
+            self._map = self._open_huge(name) or self._open(name, prefault=prefault)
         except BaseException as error:  # also when interrupted, which is likely while memory is taken
             self._close_descriptor()
             if isinstance(error, (OSError, OverflowError, ValueError)):
@@ -188,15 +186,35 @@ class Pool:
         self._close_descriptor()
         _unmap(self.memory, self._map)
 
+    def _open_huge(self, name: str | None) -> mmap.mmap | None:
+        # None, and nothing is left, if the system has other plans for them: then there are others.
+        page_bytes = huge_page_bytes(self.capacity_bytes, meminfo()) if name is not None else 0
+        if name is None or not page_bytes:
+            return None
+        try:
+            mapping = self._share(name, self.capacity_bytes // page_bytes * page_bytes, os.MFD_HUGETLB)
+            for offset, num_bytes in _steps(len(mapping)):  # a group without a right to them learns it now, by an error
+                mapping.madvise(_MADV_POPULATE_WRITE, offset, num_bytes)
+        except OSError:
+            self._close_descriptor()
+            return None
+        self.capacity_bytes = len(mapping)
+        return mapping
+
+    def _share(self, name: str, num_bytes: int, flags: int = 0) -> mmap.mmap:
+        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+        os.fchmod(self._descriptor, 0o600)
+        os.ftruncate(self._descriptor, num_bytes)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return mmap.mmap(self._descriptor, num_bytes)
+
     def _open(self, name: str | None, *, prefault: bool) -> mmap.mmap:
+        require_available(self.capacity_bytes)
+        self.pages = "small" if transparent_mode(shared=name is not None) in _SMALL else "transparent"
         if name is None:
             mapping = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.fchmod(self._descriptor, 0o600)
-            os.ftruncate(self._descriptor, self.capacity_bytes)
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            mapping = mmap.mmap(self._descriptor, self.capacity_bytes)
+            mapping = self._share(name, self.capacity_bytes)
         with contextlib.suppress(OSError):  # a kernel without huge pages; with them, a tenth of the faults' time
             mapping.madvise(mmap.MADV_HUGEPAGE)
         if prefault:
@@ -322,65 +340,3 @@ def _populate(mapping: mmap.mmap) -> None:
                 raise
             for at in range(offset, offset + num_bytes, mmap.PAGESIZE):  # a kernel before 5.14
                 mapping[at] = 0
-
-
-def _require_available(num_bytes: int) -> None:
-    room_bytes, where = available_memory()
-    if num_bytes > room_bytes:
-        msg = f"the pool needs {num_bytes} bytes of memory, {room_bytes} are available {where}: make it smaller"
-        raise ConfigError(msg)
-
-
-def available_memory() -> tuple[int, str]:
-    """Bytes of memory that can be had without swapping and within the container's limit, and which of both that is."""
-    limits = [(int(psutil.virtual_memory().available), "on this machine")]
-    if (group := cgroup_memory(_ROOT)) is not None:
-        limits.append((group.available_bytes, "in this control group"))
-    return min(limits)
-
-
-class GroupMemory(NamedTuple):
-    """What a control group may use, and how much of that it can still have."""
-
-    available_bytes: int
-    limit_bytes: int
-
-
-def cgroup_memory(root: Path = _ROOT) -> GroupMemory | None:
-    """Of the control groups that this process is in (version 1 or 2) the one that leaves the least; None without limit.
-
-    ``root`` holds proc and sys.
-    """
-    groups = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, limit, used, idle = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            top, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            idle = "total_inactive_file"
-        else:
-            continue
-        # In a container the group's own path is often not mounted, while its limit is that of the top.
-        at = top / path.lstrip("/")
-        for folder in (at, *at.parents):
-            limit_bytes = _number(_read(folder / limit))
-            if 0 < limit_bytes < _UNLIMITED_BYTES:
-                stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
-                # What files have left in memory goes when something else needs it.
-                taken_bytes = max(0, _number(_read(folder / used)) - _number(stat.get(idle, "")))
-                groups.append(GroupMemory(max(0, limit_bytes - taken_bytes), limit_bytes))
-            if folder == top:
-                break
-    return min(groups, default=None)
-
-
-def _number(text: str) -> int:
-    return int(text) if text.strip().isdecimal() else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""

@@ -84,14 +84,14 @@ class Publisher:
         self.endpoint = _bound(self._out)  # with the port that the system chose
         self.replay_endpoint = _bound(self._replay) if self._replay is not None else ""
         # All fields are the thread's from here on.
-        self._thread = threading.Thread(target=self._run, name="qkvault-events", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="qkvault-events", daemon=True)
+        self.thread.start()
         _log.info("events_published", endpoint=self.endpoint, replay_endpoint=self.replay_endpoint, topic=topic)
 
     def close(self) -> None:
         """Say that all is gone, and stop. Idempotent."""
         self._closing.set()
-        self._thread.join(_CLOSE_SECONDS)  # a tier that hangs may hold it
+        self.thread.join(_CLOSE_SECONDS)  # a tier that hangs may hold it
 
     def _bind(self, kind: int, endpoint: str, max_queued: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

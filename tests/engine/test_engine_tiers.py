@@ -151,6 +151,27 @@ def test_frozen_ram_serves_and_nothing_else_happens(lower, make_site, make_token
     assert (site.retrieve(above), site.retrieve(below)) == (2 * CHUNK, 2 * CHUNK)
 
 
+def test_a_load_that_finds_all_of_ram_pinned_is_a_miss(make_cache, make_site, make_tokens, tier, image_bytes):
+    """B52: also without the hot cache, where RAM is only a way through: nothing waits, and later it is found."""
+    cache = make_cache(tier, hot_cache=False, pool_bytes=2 * image_bytes())
+    site = make_site(cache)
+    held, other = make_tokens(2 * CHUNK), make_tokens(2 * CHUNK)
+    for tokens in (held, other):
+        assert site.store(tokens).stored_tokens == 2 * CHUNK
+        cache.drain()
+    assert site.engine.lookup(held, pin=True, lookup_id="held") == 2 * CHUNK
+    cache.drain()
+    assert cache.ram.num_chunks == 2
+    before = cache.counters["loaded.dict"]
+    assert (site.engine.lookup(other), site.retrieve(other)) == (0, 0)
+    assert site.store(make_tokens(CHUNK)).outcomes == {Outcome.NO_ROOM: 1}
+    assert cache.counters["loaded.dict"] == before
+    assert site.retrieve(held, lookup_id="held") == 2 * CHUNK
+    assert site.retrieve(other) == 2 * CHUNK
+    cache.drain()
+    assert cache.ram.num_chunks == 0
+
+
 def test_without_the_hot_cache_ram_keeps_nothing(lower, make_site, make_tokens):
     """B52: switching it off empties RAM; what is below is still found, and does not stay."""
     site = make_site(lower)

@@ -62,11 +62,10 @@ def _place(way, folder, **settings):
             embedded.release(store)
     else:
         listen = f"unix://{folder}/s" if way == "unix" else "tcp://127.0.0.1:0"
-        server = Server(
-            load(env={}, cli={"listen": listen, "ram_bytes": 32 << 20, "query_bytes": 24 << 20, "prefault": False})
-        )
+        settings = {"listen": listen, "ram_bytes": 32 << 20, "query_bytes": 24 << 20, "prefault": False}
+        server = Server(load(env={}, cli=settings | {"token": "sesame"}))
         try:
-            yield server.addresses[0]
+            yield Config(address=server.addresses[0], token="sesame") if way == "tcp" else server.addresses[0]
             server.driver.check()
             assert len(server.driver.manager.leases) == 0, "a lease was not given back"
         finally:

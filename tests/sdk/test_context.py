@@ -361,7 +361,7 @@ class TestChoice:
         (described,) = make_spaces()
         described = replace(described, space=replace(described.space, hash_algorithm="builtin"))
         context = open_context(place, spaces=[described])
-        if isinstance(place, Config):
+        if isinstance(place, Config) and place.address is None:
             assert context.lookup(TOKENS) == 0
         else:
             with pytest.raises(ConfigError, match="PYTHONHASHSEED"):

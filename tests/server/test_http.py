@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qkvault.errors import ConfigError
 from qkvault.keys import RequestIdentity
-from qkvault.testing.transport_contract import WAIT_SECONDS
+from qkvault.testing.transport_contract import WAIT_SECONDS, until
+from qkvault.tiers.disk import DiskTier
 
 pytest.importorskip("starlette", reason="the extra `server` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `server` is not installed")
@@ -48,14 +49,47 @@ def engine(server, kit):
 
 class TestPages:
     def test_health(self, http, server):
-        """B212: 200 while the store answers, naming media that do not work; 503 once it stops."""
+        """B212: 200 while the store answers; 503 once it stops."""
         assert http.ask("GET", "/healthz") == (200, {"status": "ok"})
-        server.driver.manager.tiering.books[0].is_healthy = False
-        code, answer = http.ask("GET", "/healthz")
-        assert code == 200
-        assert answer in ({"status": "degraded", "unhealthy": ["disk"]}, {"status": "ok"})  # the driver looks again
         server.is_closing = True
         assert http.ask("GET", "/healthz") == (503, {"status": "stopping"})
+
+    def test_health_names_media_that_do_not_work(self, make_server, tmp_path, kit):
+        """B212: for as long as the disk is gone; the store answers, so the code stays 200."""
+        mount, elsewhere = tmp_path / "mount", tmp_path / "elsewhere"
+        mount.mkdir()
+        server = make_server(http="127.0.0.1:0", disk_path=str(mount / "disk"), disk_bytes="64MiB")
+        http = kit.Http(server.http_address)
+        client = server.connect("engine")
+        mount.rename(elsewhere)
+        assert kit.store(client, kit.space_of("one"), TOKENS) == 3
+        until(lambda: http.ask("GET", "/healthz") != (200, {"status": "ok"}))
+        for _ in range(3):
+            assert http.ask("GET", "/healthz") == (200, {"status": "degraded", "unhealthy": ["disk"]})
+            time.sleep(0.3)  # the store has looked again
+        elsewhere.rename(mount)
+        until(lambda: http.ask("GET", "/healthz") == (200, {"status": "ok"}))
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    @pytest.mark.parametrize("name", ["wire", "store", "events", "scan"])
+    def test_health_names_threads_that_have_died(self, make_server, tmp_path, kit, monkeypatch, name):
+        """B482: 503, since engines wait in vain, or what they store is never written."""
+        events = {"events_endpoint": f"ipc://{tmp_path}/events"} if name == "events" else {}
+        with monkeypatch.context() as patch:
+            if name == "scan":
+                patch.setattr(DiskTier, "sample", lambda _: [None])
+            server = make_server(http="127.0.0.1:0", disk_path=f"{tmp_path}/disk", disk_bytes="64MiB", **events)
+            http = kit.Http(server.http_address)
+            if name == "wire":
+                server._sockets[0]._epoll.close()
+                server._sockets[0]._wake()
+            elif name == "store":
+                patch.setattr(server.driver, "_wake", None)
+            elif name == "events":
+                patch.setattr(server._publisher, "_closing", None)
+            until(lambda: http.ask("GET", "/healthz") == (503, {"status": "dead", "threads": [f"qkvault-{name}"]}))
+            if name == "events":
+                server._publisher._context.destroy(linger=0)
 
     def test_status(self, http, server, engine):
         """B213, B105: the server, its media and counters, who is registered, and which models it knows."""

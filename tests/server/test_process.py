@@ -19,7 +19,8 @@ from qkvault.address import parse_address
 from qkvault.config import Config
 from qkvault.connecting import open_transport
 from qkvault.errors import Unavailable
-from qkvault.testing.transport_contract import find, read, save
+from qkvault.memory import meminfo
+from qkvault.testing.transport_contract import find, read, save, until
 
 MAIN = "from qkvault.cli.app import main; main()"
 HEAVY = {"torch", "vllm", "transformers", "tokenizers", "starlette", "uvicorn", "zmq", "yaml"}
@@ -41,6 +42,15 @@ main()
 DISK_HANGS = """
 import os, time
 os.rename = os.replace = lambda *a, **k: time.sleep(600)
+from qkvault.cli.app import main
+main()
+"""
+# Each file takes a while: a flush does not end in the time that it has.
+DISK_IS_SLOW = """
+import os, time
+def slowly(rename):
+    return lambda *args, **kwargs: (time.sleep(0.4), rename(*args, **kwargs))
+os.rename, os.replace = slowly(os.rename), slowly(os.replace)
 from qkvault.cli.app import main
 main()
 """
@@ -166,7 +176,7 @@ class TestStart:
             "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
             "from qkvault.cli.app import main; main()"
         )
-        server = start("--ram", "4GiB", "--set", "prefault=false", code=code)
+        server = start("--ram", "2GiB", "--set", "prefault=false", code=code)
         assert server.wait() == 2
         assert "the system refuses" in server.log
 
@@ -176,16 +186,17 @@ class TestStart:
         ids=["the limit of a service", "the limit of a container"],
     )
     def test_a_pool_beyond_the_containers_limit_is_refused(self, start, tmp_path, group):
-        """B334: before a page of it is taken, whatever the machine has; without pre-faulting nothing is asked."""
+        """B334: before a page of it is taken, whatever the machine has; also where pages would be taken later."""
         root = tmp_path / "root"
         for name, text in (("proc/self/cgroup", group[0]), (f"sys/fs/cgroup/{group[1]}", str(256 << 20))):
             (root / name).parent.mkdir(parents=True)
             (root / name).write_text(text)
-        code = f"import pathlib\nfrom qkvault import pool\npool._ROOT = pathlib.Path({str(root)!r})\n{MAIN}"
-        server = start("--ram", "257MiB", code=code)
-        assert server.wait() == 2
-        numbers = f"{257 << 20} bytes of memory, {256 << 20} are available in this control group"
-        assert server.log == f"qkvault: the pool needs {numbers}: make it smaller\n"
+        code = f"import pathlib\nfrom qkvault import memory\nmemory._ROOT = pathlib.Path({str(root)!r})\n{MAIN}"
+        for prefault in (True, False):
+            server = start("--ram", "257MiB", "--set", f"prefault={prefault}", code=code)
+            assert server.wait() == 2
+            numbers = f"{257 << 20} bytes of memory, {256 << 20} are available in this control group"
+            assert server.log == f"qkvault: the pool needs {numbers}: make it smaller (ram_bytes)\n"
         assert start("--ram", "8MiB", code=code).wait_ready().stop() == 0
 
     def test_the_kernels_own_limit_is_seen(self, start, memory_group):
@@ -198,6 +209,23 @@ class TestStart:
         assert found
         assert 256 << 20 < int(found[1]) < 512 << 20  # without what the process itself has taken by then
         assert start("--ram", "8MiB", code=code).wait_ready().stop() == 0
+
+    def test_it_takes_huge_pages_that_are_reserved(self, start, connect, reserve_huge_pages):
+        """B483: and says so; a killed one gives them back."""
+        page_bytes = reserve_huge_pages(4)
+        free = meminfo()["HugePages_Free"]
+        server = start("--ram", str(4 * page_bytes)).wait_ready()
+        assert re.search(r"server_ready .* pages=reserved ", server.log)
+        client = connect(server.address)
+        assert save(client, "aabb") == 2
+        assert read(client, find(client, "aabb"), "aabb") == 64
+        assert meminfo()["HugePages_Free"] == free - 4
+        server.stop(signal.SIGKILL)
+        client.close()
+        assert meminfo()["HugePages_Free"] == free
+        server = start("--ram", str(5 * page_bytes)).wait_ready()
+        assert re.search(r"server_ready .* pages=(small|transparent) ", server.log)
+        assert server.stop() == 0
 
     @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
     def test_pages_without_what_they_need_are_refused(self, start, package):
@@ -265,6 +293,23 @@ class TestStop:
             client.release(located.lease_id)
         client.check()
 
+    def test_a_flush_that_does_not_end_in_time_is_told(self, start, connect, tmp_path):
+        """B480: with one warning that counts what is lost, which is what is not found on disk, and exit code 3."""
+        drain = ("--set", "drain_seconds=500ms")
+        server = start(*on_disk(tmp_path), *drain, code=DISK_IS_SLOW).wait_ready()
+        client = connect(server.address)
+        words = [letter * 2 for letter in "abcdefghijklmnopq"]
+        assert sum(save(client, word) for word in words) == 17
+        assert server.stop() == 3
+        (lost,) = re.findall(r"WARNING qkvault.store chunks_not_written chunks=(\d+) tiers=disk", server.log)
+        server = start(*on_disk(tmp_path)).wait_ready()
+        client = connect(server.address)
+        until(lambda: not client.status().is_scanning)
+        assert client.status().media[1].num_chunks == 17 - int(lost)
+        assert 0 < int(lost) < 17
+        assert server.stop() == 0
+        assert "chunks_not_written" not in server.log
+
     def test_a_second_signal_ends_it_at_once(self, start, connect, tmp_path):
         """B206: also when a disk hangs that is being flushed to; the code is 1."""
         server = start(*on_disk(tmp_path), code=DISK_HANGS).wait_ready()
@@ -287,9 +332,9 @@ class TestStop:
 
 
 class TestKill:
-    def test_ten_kills_leave_nothing(self, start, connect, tmp_path, take_snapshot):
+    def test_ten_kills_leave_nothing(self, start, connect, tmp_path, take_snapshot, pools_of):
         """B207: no memory, process or second socket, and what was on disk before is there again."""
-        before = take_snapshot().segments
+        before, pools = take_snapshot().pools, set()
         for round_ in range(10):
             server = start(*on_disk(tmp_path)).wait_ready()
             client = connect(server.address)
@@ -298,6 +343,7 @@ class TestKill:
                 located = client.wait(find(client, word), 20.0, time.monotonic)
                 assert read(client, located, word) == 64
             save(client, chr(ord("a") + round_) * 4)
+            pools |= pools_of(server.pid)
             deadline = time.monotonic() + 20
             while (status := client.status()).num_jobs or status.is_scanning:
                 assert time.monotonic() < deadline
@@ -306,7 +352,11 @@ class TestKill:
             with pytest.raises(Unavailable):
                 client.status()
             client.close()
-        assert take_snapshot().segments == before
+        assert len(pools) == 10
+        assert take_snapshot().pools == before
+        for pid in psutil.pids():
+            with suppress(OSError):  # gone meanwhile, or not ours to look at
+                assert pools.isdisjoint(pools_of(pid))
         assert [path.name for path in tmp_path.iterdir() if path.is_socket()] == ["s"]
         assert not list((tmp_path / "disk").rglob("*.tmp*"))
         ours = [
@@ -314,7 +364,7 @@ class TestKill:
         ]
         assert ours == []
 
-    def test_a_killed_client_holds_nothing(self, start, connect):
+    def test_a_killed_client_holds_nothing(self, start, connect, pools_of):
         """B207: what it was writing is void and what it was reading is free as soon as its connection is gone."""
         server = start().wait_ready()
         code = (
@@ -327,6 +377,8 @@ class TestKill:
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as victim:
             assert victim.stdout.readline() == b"ready\n"
             client = connect(server.address)
+            (pool,) = pools_of(server.pid)
+            assert pools_of(victim.pid) == {pool}
             assert client.status().num_leases == 2
             victim.kill()
             victim.wait()

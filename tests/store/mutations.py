@@ -274,7 +274,7 @@ MUTATIONS = {
     ),
     "a disk that hangs holds up every lookup": (
         "store/scan.py",
-        "if not wanted or self._is_late or",
+        "if not wanted or is_late or",
         "if not wanted or",
     ),
     "what is doomed is found": (
@@ -390,13 +390,13 @@ MUTATIONS = {
     ),
     "a download may begin before another has ended": (
         CONNECTION,
-        "return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES",
-        "return self._owned_bytes > _MAX_OUT_BYTES",
+        "return self._is_uploading or self.returns_seconds",
+        "return self.returns_seconds",
     ),
     "replies that nobody reads fill memory": (
         CONNECTION,
-        "return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES",
-        "return self._is_uploading",
+        " or self._owned_bytes > _MAX_OUT_BYTES",
+        "",
     ),
     "requests behind a full outbox are forgotten": (CONNECTION, "(was_full and self._take(_NOTHING))", "False"),
     "one client's download keeps the others waiting": (
@@ -461,8 +461,8 @@ MUTATIONS = {
     ),
     "many requests are one turn": (
         CONNECTION,
-        "            self.is_turn_over = at < len(view) and time.monotonic() >= self._turn_ends\n",
-        "",
+        "                self.returns_seconds = 0.0\n",
+        "                pass\n",
     ),
     "anybody may connect": (LISTEN, "            Path(path).chmod(0o600)", "            Path(path).chmod(0o666)"),
     "strangers are served": (LISTEN, "elif _peer_uid(accepted) not in (os.getuid(), 0):", "elif False:"),

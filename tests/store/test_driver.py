@@ -463,7 +463,36 @@ class TestTheEnd:
         tier.is_mute = True
         driver = make_driver(tier)
         save(connect(driver), "aa")
-        driver.close(drain_seconds=0.01)
+        assert driver.close(drain_seconds=0.01) == 1
+
+    def test_what_a_tier_that_is_away_has_missed_is_told(self, caplog):
+        """B480: nothing is under way, and yet it is lost."""
+        tier = FaultyTier(DictTier())
+        tier.has_vanished = True
+        driver = make_driver(tier)
+        until(lambda: not driver.manager.tiering.books[0].is_healthy)
+        client = connect(driver)
+        save(client, "aabb")
+        save(client, "aacc")
+        assert driver.close() == 3
+        assert "chunks_not_written chunks=3 tiers=dict" in caplog.text
+        assert driver.close() == 0
+
+    def test_what_is_purged_or_cleared_is_not_missed(self):
+        """B480: nor what the tiers have."""
+        tier = FaultyTier(DictTier())
+        driver = make_driver(tier)
+        save(connect(driver), "aa")
+        assert driver.close() == 0
+        for is_cleared in (True, False):
+            tier = FaultyTier(DictTier())
+            tier.is_mute = True
+            driver = make_driver(tier)
+            client = connect(driver)
+            save(client, "aa")
+            if is_cleared:
+                client.clear()
+            assert driver.close(drain_seconds=0.0, purge=not is_cleared) == 0
 
     def test_purging_empties_the_tiers(self):
         """After the last job, lest it writes once more."""

@@ -83,11 +83,19 @@ def welcomed(raw):
 
 
 def receive(plain):
-    """One reply, with its head."""
-    data = b""
-    while len(data) < codec.HEAD.size or len(data) < codec.HEAD.size + codec.decode_head(data).body_bytes:
-        data += plain.recv(1 if len(data) < codec.HEAD.size else 65536) or pytest.fail("the connection ended")
+    """One reply, with its head; what comes after it stays where it is."""
+    data, end = b"", codec.HEAD.size
+    while len(data) < end:
+        data += plain.recv(end - len(data)) or pytest.fail("the connection ended")
+        if len(data) == codec.HEAD.size:
+            end += codec.decode_head(data).body_bytes
     return codec.decode_head(data), codec.decode_reply(data[codec.HEAD.size :])
+
+
+@pytest.fixture(name="receive")
+def _receive():
+    """One reply of a plain socket, with its head."""
+    return receive
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from qkvault.client import StoreClient
-from qkvault.errors import ProtocolError
+from qkvault.errors import ProtocolError, Unavailable
 from qkvault.image import key_in
 from qkvault.testing import FakeClock
 from qkvault.testing.store_model import ROOT, keys_of
@@ -283,7 +283,7 @@ class TestFetching:
         asked = [codec.encode(m.Ping(), number, 0) for number in range(2, 50)]
         taker.incoming = HELLO + b"".join(asked) + asked[0][:10]
         answered = []
-        while made.is_turn_over or not answered:
+        while made.returns_seconds is not None or not answered:
             before = taker.num_sent
             made.serve()
             answered.append(taker.num_sent - before)
@@ -332,6 +332,22 @@ class TestTokens:
             assert is_cut_off(plain)
         assert read(client, find(client, "aa"), "aa") == CHUNK_SIZE
         assert client.status().num_sessions == 1
+
+    @pytest.mark.parametrize("order", [m.Clear(), m.Forget(ROOT, b""), m.Switch(frozen=True), m.Check()])
+    def test_without_a_token_nobody_may_give_orders(self, driver, order):
+        """B484: what changes the cache for others is refused over TCP; storing and reading goes on."""
+        with closing(SocketServer(driver, driver.pool, "tcp://127.0.0.1:0", epoch=7)) as server:
+            transport = RemoteTransport(server.address, "test", timeout_seconds=WAIT_SECONDS)
+            with closing(StoreClient(transport)) as client:
+                assert save(client, "aab") == 2
+                reply = transport.call(order)
+                assert (type(reply), reply.code) == (m.Failed, "unauthorized")
+                assert "set `token`" in reply.message
+                with pytest.raises(Unavailable, match="set `token`"):
+                    client.clear()
+                assert read(client, find(client, "aab"), "aab") == 48
+                assert (client.status().is_frozen, client.status().media[0].num_chunks) == (False, 2)
+                assert client.is_usable
 
     def test_strangers_are_only_so_many(self, monkeypatch, raw, is_cut_off, connect):
         """B254: of more connections that say nothing the oldest are closed; whoever says hello is served."""

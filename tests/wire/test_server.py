@@ -15,7 +15,7 @@ from contextlib import closing
 import pytest
 
 from qkvault.address import parse_address
-from qkvault.errors import ConfigError
+from qkvault.errors import ConfigError, Unavailable
 from qkvault.pool import Pool
 from qkvault.testing.transport_contract import find, read, reserve, save
 from qkvault.wire import codec, connection, listen
@@ -314,6 +314,36 @@ class TestClients:
         server.close()
         driver.check()
         assert len(driver.manager.leases) == 0
+        assert driver.pool.used_bytes == 0
+
+
+class TestFaults:
+    def test_a_connection_that_cannot_be_taken_does_not_end_the_server(self, server, client, connect, monkeypatch):
+        """B482: the others are answered, and so is the next one."""
+        accept, faults = server._listener.accept, [RuntimeError("one"), ValueError("two")]
+
+        def accept_at_last():
+            if faults:
+                raise faults.pop()
+            return accept()
+
+        monkeypatch.setattr(server._listener, "accept", accept_at_last)
+        assert save(connect(), "aa") == 1
+        client.check()
+        assert faults == []
+
+    def test_a_client_that_cannot_be_dropped_does_not_end_the_server(self, server, connect, driver, raw):
+        """B482: its session ends, and all others are ended when the server closes."""
+        clients = [connect() for _ in range(3)]
+        reserve(clients[0], "aa")
+        next(iter(server._connections.values())).socket.close()  # epoll does not know it any more
+        with pytest.raises(Unavailable):
+            clients[0].check()
+        clients[1].check()
+        raw().sendall(HELLO)
+        clients[2].check()
+        server.close()
+        assert len(driver._sessions) == 0
         assert driver.pool.used_bytes == 0
 
 

@@ -20,6 +20,7 @@ from qkvault.cli.config import FileOption, SetOption, split
 from qkvault.cli.output import JsonOption, print_json, print_table
 from qkvault.cli.store import AddressOption
 from qkvault.errors import ConfigError, QKVaultError, Unavailable
+from qkvault.memory import cgroup_memory, meminfo, read_text, transparent_mode
 from qkvault.units import approximate_size
 
 if TYPE_CHECKING:
@@ -122,9 +123,7 @@ def _version_of(distribution: str) -> str | None:
 
 def _memory(config: Config, root: Path) -> Iterator[Finding]:
     """RAM, the limit of the container, and whether the pool fits."""
-    from qkvault.pool import cgroup_memory
-
-    memory = _meminfo(root)
+    memory = meminfo(root)
     total_bytes, available_bytes = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
     yield Finding("RAM", f"{approximate_size(total_bytes)}, {approximate_size(available_bytes)} available")
     group = cgroup_memory(root)
@@ -145,12 +144,6 @@ def _memory(config: Config, root: Path) -> Iterator[Finding]:
     yield Finding("ram_bytes", approximate_size(config.ram_bytes), verdict, advice)
 
 
-def _meminfo(root: Path) -> dict[str, int]:
-    """Bytes by the kernel's name."""
-    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
-
-
 def _shared_memory() -> Finding:
     """The pool that processes share has no name in any file system (docs/decisions/0007)."""
     if not hasattr(os, "memfd_create"):
@@ -159,10 +152,9 @@ def _shared_memory() -> Finding:
 
 
 def _huge_pages(root: Path) -> Iterator[Finding]:
-    """The mode in brackets: ``always [madvise] never``; one for private memory, one for what processes share."""
+    """One for private memory, one for what processes share."""
     for name, file in (("transparent huge pages", "enabled"), ("huge pages for shared memory", "shmem_enabled")):
-        modes = _read(root / "sys/kernel/mm/transparent_hugepage" / file)
-        mode = modes.partition("[")[2].partition("]")[0]
+        mode = transparent_mode(shared=file == "shmem_enabled", root=root)
         if mode != "never":
             yield Finding(name, mode or "unknown")
             continue
@@ -173,7 +165,7 @@ def _huge_pages(root: Path) -> Iterator[Finding]:
 
 def _open_files(root: Path) -> Finding:
     """The soft limit and the hard one, up to which a server raises its own when it starts."""
-    lines = _read(root / "proc/self/limits").splitlines()
+    lines = read_text(root / "proc/self/limits").splitlines()
     limits = next((line.split()[3:5] for line in lines if line.startswith("Max open files")), None)
     if limits is None:
         return Finding("open files", "unknown")
@@ -224,11 +216,3 @@ def _disk(path: str, cap_bytes: int) -> Finding:
         return Finding("disk_path", value)
     advice = f"less than disk_bytes ({approximate_size(cap_bytes)}): fine only if the directory holds the rest already"
     return Finding("disk_path", value, "note", advice)
-
-
-def _read(path: Path) -> str:
-    """The text of a file of the kernel, or nothing if it is not there or not ours to read."""
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""

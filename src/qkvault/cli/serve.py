@@ -31,7 +31,10 @@ def serve(
     file: FileOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Keep a cache for every engine of this machine, until SIGTERM or SIGINT: then flush to disk and exit with 0."""
+    """Keep a cache for every engine of this machine, until SIGTERM or SIGINT: then flush to disk and exit.
+
+    Exit codes: 0; 1 on a second signal; 2 if it cannot start; 3 if something was not written to disk in time.
+    """
     from qkvault.config import load
 
     flags: dict[str, object] = {
@@ -49,4 +52,4 @@ def serve(
 
     from qkvault.server.process import run
 
-    run(loaded)
+    raise typer.Exit(run(loaded))

@@ -147,6 +147,8 @@ class _Pages:
     def health(self, _: _Asked) -> object:
         if self._server.is_closing:
             return _json({"status": "stopping"}, 503)
+        if dead := self._server.dead_threads:
+            return _json({"status": "dead", "threads": dead}, 503)
         ill = [medium.name for medium in self._client.status().media if not medium.is_healthy]
         return {"status": "degraded", "unhealthy": ill} if ill else {"status": "ok"}
 

@@ -15,6 +15,7 @@ from qkvault.server.server import Server
 from qkvault.units import approximate_size
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_NOT_WRITTEN: Final = 3  # exit code: the disk lacks some of what was committed
 _log = get_logger("server")
 
 
@@ -53,10 +54,10 @@ def _end_at_once() -> NoReturn:
     os._exit(1)
 
 
-def run(loaded: Loaded) -> None:
-    """Serve until SIGTERM or SIGINT, then drain, flush to disk and return. Raises ConfigError if it cannot start.
+def run(loaded: Loaded) -> int:
+    """Serve until SIGTERM or SIGINT, then drain, flush to disk and return the exit code.
 
-    For the main thread of a process that does nothing else.
+    For the main thread of a process that does nothing else. Raises ConfigError if it cannot start.
     """
     configure(loaded.config.log_level)
     signals = _Signals()
@@ -66,18 +67,20 @@ def run(loaded: Loaded) -> None:
         signals.is_starting = False
     except _StoppedAtStart:
         _log.info("server_stopped", at="start")
-        return
+        return 0
     _tell_ready(server)
     signals.wait()
     notify("STOPPING=1")
     _log.info("server_stopping", pid=os.getpid())
-    server.close()
+    num_lost = server.close()
     _log.info("server_stopped", pid=os.getpid())
+    return _NOT_WRITTEN if num_lost else 0
 
 
 def _tell_ready(server: Server) -> None:
     config = server.loaded.config
     fields = {"addresses": ",".join(server.addresses), "ram": approximate_size(server.driver.pool.capacity_bytes)}
+    fields["pages"] = server.driver.pool.pages
     if config.disk_path is not None:
         fields |= {"disk": config.disk_path, "disk_size": approximate_size(config.disk_bytes)}
     if server.http_address:

@@ -6,7 +6,7 @@ Knows no signals and no process (``process.py``): it can as well run in a test.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from qkvault.client import StoreClient
 from qkvault.config import Loaded
@@ -20,8 +20,6 @@ from qkvault.wire.server import SocketServer
 if TYPE_CHECKING:
     from qkvault.publisher import Publisher
     from qkvault.server.http import HttpServer
-
-_DRAIN_SECONDS: Final = 60.0  # for what is still to be written to disk; systemd waits 90 s for a service to stop
 
 
 class Server:
@@ -77,23 +75,35 @@ class Server:
         """Where HTTP is spoken; empty if nowhere."""
         return "" if self._http is None else self._http.address
 
+    @property
+    def dead_threads(self) -> list[str]:
+        """Names of threads that have to be alive, and have ended by a fault of ours."""
+        threads = [*self.driver.threads, *(each.thread for each in self._sockets)]
+        if self._publisher is not None:
+            threads.append(self._publisher.thread)
+        return [thread.name for thread in threads if not thread.is_alive()]
+
     def connect(self, client: str) -> StoreClient:
         """A session in this process."""
         return StoreClient(InprocTransport(self.driver, self.driver.pool, self.driver.wait_change, client))
 
-    def close(self, *, drain_seconds: float = _DRAIN_SECONDS) -> None:
-        """Stop answering: what clients have not committed is void. Then finish writing to disk, at most that long.
+    def close(self, *, drain_seconds: float | None = None) -> int:
+        """Stop answering: what clients have not committed is void. Then finish writing to disk.
 
+        That takes ``drain_seconds`` at most; None: as the settings say. Returns how many chunks were not written.
         Idempotent. Removes the sockets' files.
         """
+        config = self.loaded.config
+        seconds = config.drain_seconds if drain_seconds is None else drain_seconds
         self.is_closing = True
         for server in self._sockets:
             server.close()
         if self._publisher is not None:
             self._publisher.close()
-        self.driver.close(drain_seconds=drain_seconds, purge=not self.loaded.config.disk_keep)
+        num_lost = self.driver.close(drain_seconds=seconds, purge=not config.disk_keep)
         if self._http is not None:  # last: until then /healthz says that we are stopping
             self._http.close()
+        return num_lost
 
 
 def require_http() -> None:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from qkvault.errors import InvariantError, UnknownMedium
 from qkvault.events import StoreEvent
-from qkvault.logs import get_logger
+from qkvault.logs import RateLimited, get_logger
 from qkvault.pool import Pool
 from qkvault.store.feed import PAGE
 from qkvault.store.manager import StorageManager
@@ -20,7 +20,9 @@ from qkvault.store.scan import Scan
 from qkvault.store.sessions import Session, Sessions
 from qkvault.store.status import status_of
 from qkvault.tiers.base import JobResult, Tier
+from qkvault.types import Outcome
 from qkvault.wire import messages as m
+from qkvault.wire.transport import Early
 
 _TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of tiers is looked at
 _SLICE_SECONDS: Final = 0.0005  # left to others between two slices of a clear
@@ -28,6 +30,7 @@ _MAX_CHECKED: Final = 20_000  # chunks: more hold up other clients for more than
 _SAMPLE_SECONDS: Final = 1.0  # that a start waits for what spaces the tiers hold
 _CONFINABLE: Final = (m.Lookup, m.Match, m.Inspect, m.Several)  # may say which media they mean
 _log = get_logger("store")
+_limited = RateLimited(_log)
 
 
 class Traits(NamedTuple):
@@ -89,6 +92,11 @@ class StoreDriver:
         """The store's memory."""
         return self.manager.room.pool
 
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that have to be alive."""
+        return self._threads[:1] if self._scan.is_over else self._threads
+
     def open_session(self, client: str) -> int:
         """A new session's id."""
         with self._lock:
@@ -101,11 +109,15 @@ class StoreDriver:
                 self.manager.end_session(session_id)
                 self._after_change()
 
+    def prepare(self, request: m.AnyRequest) -> Early | None:
+        """While tiers are scanned: what they tell of the keys that ``request`` asks for. Does not block."""
+        if self._scan.is_over:
+            return None
+        asked = [each.keys for each in _parts_of(request) if isinstance(each, m.Lookup | m.Inspect | m.Forget)]
+        return self._scan.find_early(b"".join(asked))
+
     def call(self, session_id: int, request: m.AnyRequest) -> m.AnyReply:
-        """Answer one request. Never raises: what goes wrong is a ``Failed``."""
-        if not self._scan.is_over:
-            asked = [each.keys for each in _parts_of(request) if isinstance(each, m.Lookup | m.Inspect | m.Forget)]
-            self._scan.find_early(b"".join(asked))
+        """Answer one request with what is known. Never raises: what goes wrong is a ``Failed``."""
         with self._lock:
             session = self._sessions.hear(session_id, self._clock())
             if self._is_closing or session is None:
@@ -124,6 +136,9 @@ class StoreDriver:
                 _log.exception("request_failed", request=type(request).__name__)
                 reply = m.Failed("internal", f"{type(error).__name__}: {error}")
             self._after_change()
+        if isinstance(reply, m.Reserved) and Outcome.NO_ROOM in reply.outcomes:
+            num_chunks = reply.outcomes.count(Outcome.NO_ROOM)
+            _limited.warning("no_room", chunks=num_chunks, why="nothing that is idle can leave")
         return reply
 
     def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
@@ -175,16 +190,16 @@ class StoreDriver:
         with self._lock:
             self.manager.check()
 
-    def close(self, *, drain_seconds: float = 10.0, purge: bool = False) -> None:
+    def close(self, *, drain_seconds: float = 10.0, purge: bool = False) -> int:
         """Finish what was begun (at most ``drain_seconds``), stop the threads, close tiers and pool. Idempotent.
 
-        ``purge`` empties the tiers. A scan that is under way is given up.
+        ``purge`` empties the tiers. A scan that is under way is given up. Returns, and logs, how many chunks of RAM a
+        tier should have and was not given in that time, or could not take; 0 with ``purge``.
         """
         with self._changed:
-            if not self._is_closing:
-                self._changed.wait_for(self._has_no_jobs, drain_seconds)
+            is_over = self._is_closing or self._changed.wait_for(self._has_no_jobs, drain_seconds)
             if self._is_closing:
-                return
+                return 0
             self._is_closing = self._scan.is_given_up = True
             self._changed.notify_all()
         self._wake.set()
@@ -199,7 +214,13 @@ class StoreDriver:
                 tier.close()
             except Exception:  # thread top: whatever a tier does, the others and the memory are given back
                 _log.exception("tier_close_failed", tier=tier.name)
+        with self._lock:
+            self._take_results()
+            num_lost = 0 if purge else len(self.manager.tiering.unwritten(is_over=is_over))
+        if num_lost:
+            _log.warning("chunks_not_written", chunks=num_lost, tiers=",".join(tier.name for tier in self.tiers))
         self.pool.close()
+        return num_lost
 
     def _has_no_jobs(self) -> bool:
         tiering = self.manager.tiering
@@ -234,19 +255,22 @@ class StoreDriver:
             self.manager.expire(self._clock())
             for instance in self._sessions.reap(self._clock()):
                 _log.warning("instance_silent", instance=instance.instance_id, role=instance.role, pid=instance.pid)
-            for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
-                try:
-                    self.manager.tiering.hear(book, tier)
-                    for result in tier.poll():
-                        self.manager.on_job_done(result)
-                except Exception:  # thread top: one tier's fault is not the others'
-                    book.is_healthy = False
-                    _log.exception("tier_poll_failed", tier=tier.name)
+            self._take_results()
             self.manager.work_off()
             if self.manager.catch_up(self._clock()):
                 self._wake.set()  # others may have the lock in between
             self._after_change()
             self._changed.notify_all()
+
+    def _take_results(self) -> None:
+        for book, tier in zip(self.manager.tiering.books, self.tiers, strict=True):
+            try:
+                self.manager.tiering.hear(book, tier)
+                for result in tier.poll():
+                    self.manager.on_job_done(result)
+            except Exception:  # thread top: one tier's fault is not the others'
+                book.is_healthy = False
+                _log.exception("tier_poll_failed", tier=tier.name)
 
     def _answer(self, session_id: int, session: Session, request: m.AnyRequest) -> m.AnyReply:
         manager, now = self.manager, self._clock()
@@ -277,7 +301,7 @@ class StoreDriver:
     def _administer(self, session: Session, request: m.AnyRequest) -> m.AnyReply:
         match request:
             case m.Hello(protocol_version=version):
-                return self._welcome(version)
+                return _welcome(version, self.manager, self._traits)
             case m.Ping():
                 session.has_pinged = True
                 return m.Done(int(session.instance is not None))
@@ -291,31 +315,11 @@ class StoreDriver:
             case m.Forget(parent=parent, keys=keys, tail=tail):
                 return m.Done(self.manager.forget(parent, keys, tail))
             case m.Check():
-                return self._check()
+                return _check(self.manager)
             case m.Switch() | m.GetStatus():
                 return self._switch(request)
             case _:
                 return m.Failed("protocol", f"{type(request).__name__} is for connections")
-
-    def _check(self) -> m.AnyReply:
-        if (num_chunks := len(self.manager.index)) > _MAX_CHECKED:
-            return m.Failed("busy", f"{num_chunks} chunks: to check more than {_MAX_CHECKED} would hold up all others")
-        self.manager.check()
-        return m.Done()
-
-    def _welcome(self, version: int) -> m.AnyReply:
-        if version != m.PROTOCOL_VERSION:
-            return m.Failed("protocol", f"this store speaks protocol {m.PROTOCOL_VERSION}, not {version}")
-        traits = self._traits
-        return m.Welcome(
-            m.PROTOCOL_VERSION,
-            self.pool.capacity_bytes,
-            traits.features,
-            traits.chunk_size,
-            traits.hash_algorithm,
-            traits.version,
-            self.manager.leases.lease_seconds,
-        )
 
     def _switch(self, request: m.Switch | m.GetStatus) -> m.Status:
         if isinstance(request, m.Switch):
@@ -332,6 +336,27 @@ class StoreDriver:
             spaces=self._sessions.spaces,
             tiers=self.tiers,
         )
+
+
+def _check(manager: StorageManager) -> m.AnyReply:
+    if (num_chunks := len(manager.index)) > _MAX_CHECKED:
+        return m.Failed("busy", f"{num_chunks} chunks: to check more than {_MAX_CHECKED} would hold up all others")
+    manager.check()
+    return m.Done()
+
+
+def _welcome(version: int, manager: StorageManager, traits: Traits) -> m.AnyReply:
+    if version != m.PROTOCOL_VERSION:
+        return m.Failed("protocol", f"this store speaks protocol {m.PROTOCOL_VERSION}, not {version}")
+    return m.Welcome(
+        m.PROTOCOL_VERSION,
+        manager.room.pool.capacity_bytes,
+        traits.features,
+        traits.chunk_size,
+        traits.hash_algorithm,
+        traits.version,
+        manager.leases.lease_seconds,
+    )
 
 
 def _media_of(request: m.AnyRequest) -> list[str]:

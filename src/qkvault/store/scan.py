@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import islice
 from queue import SimpleQueue
 from typing import Final
@@ -14,9 +17,10 @@ from qkvault.store.book import TierBook
 from qkvault.store.manager import StorageManager
 from qkvault.tiers.base import Tier
 from qkvault.types import KEY_BYTES, SPACE_BYTES
+from qkvault.wire.transport import Early
 
 _MAX_EARLY: Final = 256  # keys that one request asks tiers for while they are scanned: some 20 ms of small reads
-_EARLY_SECONDS: Final = 0.25  # that it waits for them at most
+_EARLY_SECONDS: Final = 0.25  # that it waits for the answer at most
 _END_SECONDS: Final = 1.0  # given to a read that hangs when the store closes
 _log = get_logger("store")
 
@@ -38,8 +42,8 @@ class Scan:
         self._after_change = after_change
         self._num_left = len(self._each)  # tiers that are not scanned to the end
         self._is_sampled = threading.Event()
-        self._questions: SimpleQueue[tuple[list[bytes], threading.Event] | None] = SimpleQueue()
-        self._is_late = False  # somebody has waited in vain for the question under way
+        self._questions: SimpleQueue[tuple[list[bytes], Future[None]] | None] = SimpleQueue()
+        self._asked_seconds: deque[float] = deque()  # when those were asked that have no answer, the oldest first
         self._finder = threading.Thread(target=self._run_finder, name="qkvault-find", daemon=True)
         self.is_given_up = False
         if self._each:
@@ -80,23 +84,25 @@ class Scan:
         if self._each:
             self._is_sampled.wait(timeout_seconds)
 
-    def find_early(self, keys: bytes) -> None:
-        """Have the tiers asked for the first of ``keys`` that are not known; blocks for a quarter of a second at most.
+    def find_early(self, keys: bytes) -> Early | None:
+        """Have the tiers asked for the first of ``keys`` that are not known. Does not block.
 
-        What takes longer is known later. Nobody else asks until then: a disk that hangs costs one client one wait.
+        What takes longer than the answer says is known later. Until then nobody asks: a disk that hangs costs one wait,
+        and that of those who asked at the same time.
         """
         each = (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
         index = self._manager.index
         with self._changed:
             unknown = (key for key in each if (entry := index.get(key)) is None or not entry.is_somewhere)
             wanted = list(islice(unknown, _MAX_EARLY))
-            if not wanted or self._is_late or self.is_over:
-                return
-            is_answered = threading.Event()
-            self._questions.put((wanted, is_answered))
-        if not is_answered.wait(_EARLY_SECONDS):
-            with self._changed:
-                self._is_late = not is_answered.is_set()
+            now = time.monotonic()
+            is_late = bool(self._asked_seconds) and now - self._asked_seconds[0] >= _EARLY_SECONDS
+            if not wanted or is_late or self.is_over or self.is_given_up:
+                return None
+            early = Early(Future[None](), now + _EARLY_SECONDS)
+            self._asked_seconds.append(now)
+            self._questions.put((wanted, early.answer))
+        return early
 
     def close(self) -> None:
         """End the thread that asks by key. A scan under way is given up by ``is_given_up``."""
@@ -106,7 +112,7 @@ class Scan:
 
     def _run_finder(self) -> None:
         while (question := self._questions.get()) is not None:
-            wanted, is_answered = question
+            wanted, answer = question
             for book, tier in self._each:
                 try:
                     found = tier.find(wanted)
@@ -118,8 +124,8 @@ class Scan:
                         self._manager.adopt(book, found)
                         self._after_change()
             with self._changed:
-                is_answered.set()
-                self._is_late = False
+                self._asked_seconds.popleft()
+            answer.set_result(None)
 
     def _read(self, book: TierBook, tier: Tier) -> None:
         for batch in tier.scan():

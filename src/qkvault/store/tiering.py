@@ -110,6 +110,14 @@ class Tiering(TierJobs):
                 is_more |= not book.catching_up and book.is_behind
         return is_more
 
+    def unwritten(self, *, is_over: bool) -> set[bytes]:
+        """Keys of what is in RAM and should be in a tier. Once all jobs are over, a tier that is well has no room."""
+        lacking = set()
+        for book in self.books:
+            has_no_room = is_over and book.is_healthy and book.can_store
+            lacking |= book.storing | (set() if has_no_room else {*book.missed})
+        return {key for key in lacking if (entry := self._index.get(key)) is not None and not entry.doom}
+
     def supersede(self, entry: Entry) -> None:
         """Remove ``entry`` from every tier that has a longer chunk with all its tokens, and from no other."""
         for book in self.books:

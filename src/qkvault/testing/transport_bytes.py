@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Final
@@ -30,6 +30,7 @@ from qkvault.testing.transport_contract import (
     read,
     reserve,
     save,
+    until,
 )
 from qkvault.types import KEY_BYTES
 from qkvault.wire import messages as m
@@ -38,13 +39,6 @@ _LEASE_SECONDS: Final = 1000.0
 _REAP_SECONDS: Final = 30.0
 _GRACE_SECONDS: Final = 300.0
 _HUGE_BYTES: Final = 64 << 20
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.001)
 
 
 def _instance(name: str) -> m.Instance:
@@ -74,7 +68,7 @@ class TransportBytesContract(Served):
         late, other = connect(), connect()
         reserved = reserve(late, "aabb")
         clock.advance(_LEASE_SECONDS + 1)
-        _until(lambda: other.status().num_leases == 0)
+        until(lambda: other.status().num_leases == 0)
         assert other.status().media[0].used_bytes > 0
         assert late.commit(reserved.lease_id) == 0
         assert find(other, "aabb").lease_id == 0
@@ -192,7 +186,7 @@ class TransportBytesContract(Served):
         (told,) = other.status().instances
         assert (told.instance, told.num_leases) == (_instance("second"), 1)
         one.close()
-        _until(lambda: other.status().instances == ())
+        until(lambda: other.status().instances == ())
 
     def test_who_falls_silent_is_taken_off_the_register(self, connect: Connect, clock: FakeClock) -> None:
         """B247: after the reap timeout if it has pinged, after the larger grace if it never has; and is told so."""
@@ -210,12 +204,12 @@ class TransportBytesContract(Served):
         time.sleep(0.3)  # the store has looked since
         assert registered() == ["pinged", "quiet"]
         clock.advance(2)
-        _until(lambda: registered() == ["quiet"])
+        until(lambda: registered() == ["quiet"])
         assert not pinged.ping()
         pinged.register(_instance("again"))
         assert sorted(registered()) == ["again", "quiet"]
         clock.advance(_GRACE_SECONDS)
-        _until(lambda: "quiet" not in registered())
+        until(lambda: "quiet" not in registered())
         assert save(quiet, "aa") == 1
 
     def test_who_is_taken_off_the_register_keeps_what_it_holds(self, connect: Connect, clock: FakeClock) -> None:
@@ -226,6 +220,6 @@ class TransportBytesContract(Served):
         save(one, "aa")
         located = find(one, "aa")
         clock.advance(_REAP_SECONDS + 1)
-        _until(lambda: observer.status().instances == ())
+        until(lambda: observer.status().instances == ())
         assert one.poll(located.lease_id).ready == located.ready
         assert observer.status().num_leases == 1

@@ -234,10 +234,8 @@ class TransportContract(Served):
         assert other.status().num_leases == 2
         one.close()
         one.close()
-        deadline = time.monotonic() + WAIT_SECONDS
-        while (status := other.status()).num_sessions > 1 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert (status.num_sessions, status.num_leases) == (1, 0)
+        until(lambda: other.status().num_sessions == 1)
+        assert other.status().num_leases == 0
         assert find(other, "xx").lease_id == 0
         assert save(other, "xx") == 1
 

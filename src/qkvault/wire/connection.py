@@ -14,15 +14,18 @@ from typing import Final, NamedTuple
 from qkvault.errors import ProtocolError
 from qkvault.wire import codec
 from qkvault.wire import messages as m
-from qkvault.wire.transport import Handler
+from qkvault.wire.transport import Early, Handler
 
 BUFFER_BYTES: Final = 1 << 18
 _PATIENCE_SECONDS: Final = 10.0  # with a client that has sent half a frame, or does not take what it is sent
 _SLOWEST_BYTES_PER_SECOND: Final = 1 << 16  # what it has to move to keep our patience
 _TURN_BYTES: Final = 8 << 20  # of one client's data that are taken or sent before the others have their turn
+_PAUSE_SECONDS: Final = 0.02  # between two looks at a request that waits
 _TURN_SECONDS: Final = 0.005  # in which its requests are answered; one is, however long it takes
 _MAX_OUT_BYTES: Final = 4 << 20  # of replies that a client has yet to read: until it does, nothing is read from it
 _MAX_HELLO_BYTES: Final = 1 << 16  # before it said who it is, nobody gets more memory
+_ORDERS: Final = (m.Clear, m.Forget, m.Switch, m.Check)  # what changes the cache for others, or holds them up
+_NO_ORDERS: Final = "no token is set, so nobody may do that over TCP: set `token` at both ends, or use a Unix socket"
 _NOTHING: Final = memoryview(b"")
 _WOULD_BLOCK: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -35,6 +38,8 @@ class Door(NamedTuple):
     descriptor: int | None  # of the pool, for clients on this machine
     token: str  # that a client has to know; empty: none
     buffer: memoryview  # what a client has sent lies here while it is read
+    takes_orders: bool = True  # else clients may store and read
+    wake: Callable[[object], None] = lambda _: None  # has the server look whose wait is over; any thread
 
 
 class Connection:
@@ -53,8 +58,11 @@ class Connection:
         self._is_ending = False  # closed when all is sent
         self._is_uploading = False  # slots wait to be sent
         self._turn_ends = 0.0  # on the monotonic clock
-        self.is_turn_over = False  # with requests that lie here: it is to be served again when the others were
         self._patience_seconds = _PATIENCE_SECONDS
+        self._pause: tuple[Early, Callable[[], None]] | None = None  # what its last request waits for, and its answer
+        # Until when it is to be served again whatever its socket says: at once (its turn was over before its requests
+        # were) or after a pause. None: its socket tells when.
+        self.returns_seconds: float | None = None
         # Data that comes after a message: where it is to go, and who is answered then.
         self._filling: deque[memoryview] = deque()
         self._skip_bytes = 0
@@ -67,8 +75,8 @@ class Connection:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has so much to read that nothing is read from it meanwhile."""
-        return self._is_uploading or self._owned_bytes > _MAX_OUT_BYTES or self.is_turn_over
+        """Whether it waits, or has so much to read, that nothing is read from it meanwhile."""
+        return self._is_uploading or self.returns_seconds is not None or self._owned_bytes > _MAX_OUT_BYTES
 
     @property
     def is_unfinished(self) -> bool:
@@ -86,9 +94,8 @@ class Connection:
         Raises OSError when the client has gone, ProtocolError to cut it off.
         """
         self._turn_ends = time.monotonic() + _TURN_SECONDS
-        if self.is_turn_over:
-            self.is_turn_over = False
-            self._take(_NOTHING)
+        if self.returns_seconds is not None:
+            self._return()
         has_more = True
         while has_more:
             if not self.is_full:
@@ -99,6 +106,17 @@ class Connection:
             has_more = not self.is_full and ((was_full and self._take(_NOTHING)) or self._has_decrypted())
         if self._patience_seconds < _PATIENCE_SECONDS and not self.is_unfinished:
             self._patience_seconds = _PATIENCE_SECONDS
+
+    def _return(self) -> None:
+        # Its turn was over, or a request waits: if not any more, that is answered and what lies behind it.
+        if self._pause is not None:
+            early, answer = self._pause
+            if not early.answer.done() and time.monotonic() < early.until_seconds:
+                return
+            self._pause = None
+            answer()
+        self.returns_seconds = None
+        self._take(_NOTHING)
 
     def _has_decrypted(self) -> bool:
         return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
@@ -145,6 +163,7 @@ class Connection:
         self._outbox.clear()  # no view of a slot outlives the session
         self._filling.clear()
         self._filled = lambda: None
+        self._pause = None
         if self.session_id is not None:
             self._door.handler.close_session(self.session_id)
 
@@ -185,7 +204,8 @@ class Connection:
             if not used:
                 break
             at += used
-            self.is_turn_over = at < len(view) and time.monotonic() >= self._turn_ends
+            if at < len(view) and self.returns_seconds is None and time.monotonic() >= self._turn_ends:
+                self.returns_seconds = 0.0
         return at
 
     def _use_frame(self, view: memoryview) -> int:
@@ -214,7 +234,20 @@ class Connection:
         elif isinstance(request, m.Download):
             self._upload(head.sequence, self.session_id, request)
         else:
-            self._send(head.sequence, self._door.handler.call(self.session_id, request))
+            self._answer(head.sequence, self.session_id, request)
+
+    def _answer(self, sequence: int, session_id: int, request: m.AnyRequest) -> None:
+        handler = self._door.handler
+        if not self._door.takes_orders and isinstance(request, _ORDERS):
+            self._send(sequence, m.Failed("unauthorized", _NO_ORDERS))
+            return
+        early = handler.prepare(request)
+        if early is None:
+            self._send(sequence, handler.call(session_id, request))
+            return
+        self._pause = early, lambda: self._send(sequence, handler.call(session_id, request))
+        self.returns_seconds = _PAUSE_SECONDS
+        early.answer.add_done_callback(self._door.wake)
 
     def _open(self, request: m.AnyRequest) -> m.AnyReply:
         handler = self._door.handler

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Final
 
 from qkvault.errors import Unavailable
@@ -29,10 +31,12 @@ class InprocTransport(Transport):
         return self._session_id is not None
 
     def call(self, request: AnyRequest, timeout_seconds: float | None = None) -> AnyReply:  # contract inherited
-        del timeout_seconds  # nothing is waited for
+        del timeout_seconds  # nothing is waited for that lasts
         if self._session_id is None:
             msg = "the session is closed"
             raise Unavailable(msg)
+        if early := self._handler.prepare(request):
+            wait([early.answer], early.until_seconds - time.monotonic())
         return self._handler.call(self._session_id, request)
 
     def wait_change(self, timeout_seconds: float) -> None:

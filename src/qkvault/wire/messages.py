@@ -318,8 +318,9 @@ class Failed(Reply, frozen=True):
     """The request was not done.
 
     Codes: ``protocol`` (it makes no sense), ``argument`` (it names a medium that is not there), ``unauthorized`` (a
-    wrong token, or no hello), ``closed`` (the session or the store has ended), ``expired`` (a lease has), ``busy`` (it
-    would hold up all others), ``invariant`` and ``internal`` (a fault of the store's).
+    wrong token, no hello, or an order over TCP where the server has no token), ``closed`` (the session or the store
+    has ended), ``expired`` (a lease has), ``busy`` (it would hold up all others), ``invariant`` and ``internal`` (a
+    fault of the store's).
     """
 
     code: str

@@ -6,11 +6,13 @@ itself: no bytes of chunks pass the socket, and no shared segment has a name tha
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
 import threading
 import time
+import traceback
 from typing import Final
 
 from qkvault.address import parse_address
@@ -44,6 +46,7 @@ class SocketServer:
     ) -> None:
         """Listen and start. ``token`` is asked of clients of TCP; a Unix socket asks the kernel who they are.
 
+        Without it clients of TCP may store and read, and give no orders: ``Clear``, ``Forget``, ``Switch``, ``Check``.
         Raises ConfigError if something else answers, or lies, at the address, or if the pool is private.
         """
         where = parse_address(address)
@@ -55,7 +58,9 @@ class SocketServer:
             except ValueError as error:
                 msg = f"{error}: a store that others are to reach needs a shared pool"
                 raise ConfigError(msg) from error
-        self._door = Door(handler, epoch, descriptor, token, memoryview(bytearray(BUFFER_BYTES)))
+        takes_orders = where.is_unix or token != ""
+        buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._door = Door(handler, epoch, descriptor, token, buffer, takes_orders=takes_orders, wake=self._wake)
         self._tls = tls
         self._listener = Listener(where)
         self.address = str(self._listener.address)  # with the port that the system chose
@@ -63,46 +68,62 @@ class SocketServer:
         self._epoll = select.epoll()
         self._epoll.register(self._listener.socket, select.EPOLLIN)
         self._waker, self._wakes = socket.socketpair()
+        self._waker.setblocking(False)
         self._epoll.register(self._wakes, select.EPOLLIN)
         self._connections: dict[int, Connection] = {}  # by file descriptor
         self._strangers: dict[Connection, float] = {}  # have not said hello: until when they may
-        self._waiting: set[Connection] = set()  # for their next turn
+        self._returning: set[Connection] = set()  # to be served again without a word of their sockets
         self._unfinished: set[Connection] = set()  # those that have said it, and may not rest
         self._looked_seconds = 0.0  # when their patience was last counted, on the monotonic clock
-        self._thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         """Stop answering, end every session, remove the socket file. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._waker.send(b"x")
-        self._thread.join()
+        self._wake()
+        self.thread.join()
         self._epoll.close()
         self._listener.close()
         for end in (self._waker, self._wakes):
             end.close()
 
+    def _wake(self, _: object = None) -> None:
+        with contextlib.suppress(OSError):  # so many wake it that it will anyway, or it has ended
+            self._waker.send(b"x")
+
     def _run(self) -> None:
-        door, wakes = self._listener.socket.fileno(), self._wakes.fileno()
-        while True:
-            look_seconds = _LOOK_SECONDS if self._strangers or self._unfinished else None
-            for descriptor, _ in self._epoll.poll(0 if self._waiting else look_seconds):
-                if connection := self._connections.get(descriptor):
-                    self._serve(connection)
-                elif descriptor == door:
-                    self._accept()
-                elif descriptor == wakes:
-                    for connection in list(self._connections.values()):
-                        self._drop(connection)
-                    return
-            for connection in list(self._waiting):
+        while not self._is_closed:
+            try:
+                self._look(self._epoll.poll(self._rest_seconds()))
+            except Exception:  # thread top: what one client or one look costs is not the others'
+                _limited.warning("wire_failed", error=traceback.format_exc(limit=-3))
+                time.sleep(_ACCEPT_PAUSE_SECONDS)  # it may come again at once
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+
+    def _rest_seconds(self) -> float | None:
+        # How long nothing is to be done unless something happens.
+        if self._returning:
+            return min(each.returns_seconds or 0.0 for each in self._returning)
+        return _LOOK_SECONDS if self._strangers or self._unfinished else None
+
+    def _look(self, events: list[tuple[int, int]]) -> None:
+        for descriptor, _ in events:
+            if connection := self._connections.get(descriptor):
                 self._serve(connection)
-            if self._strangers:
-                self._drop_strangers()
-            if self._unfinished:
-                self._drop_stuck()
+            elif descriptor == self._listener.socket.fileno():
+                self._accept()
+            elif descriptor == self._wakes.fileno():
+                self._wakes.recv(BUFFER_BYTES)
+        for connection in list(self._returning):
+            self._serve(connection)
+        if self._strangers:
+            self._drop_strangers()
+        if self._unfinished:
+            self._drop_stuck()
 
     def _accept(self) -> None:
         try:
@@ -123,14 +144,12 @@ class SocketServer:
     def _serve(self, connection: Connection) -> None:
         try:
             connection.serve()
-            if connection.is_unfinished:
-                self._unfinished.add(connection)
-            else:
-                self._unfinished.discard(connection)
-            (self._waiting.add if connection.is_turn_over else self._waiting.discard)(connection)
+            (self._unfinished.add if connection.is_unfinished else self._unfinished.discard)(connection)
+            (self._returning.discard if connection.returns_seconds is None else self._returning.add)(connection)
             wanted = select.EPOLLOUT if connection.has_output else 0
             if not connection.is_full:
                 wanted |= select.EPOLLIN
+            wanted = wanted or select.EPOLLONESHOT  # that it has gone is told once, not without end
             if wanted != connection.awaited:
                 connection.awaited = wanted
                 self._epoll.modify(connection.descriptor, wanted)
@@ -167,9 +186,10 @@ class SocketServer:
     def _drop(self, connection: Connection) -> None:
         self._strangers.pop(connection, None)
         self._unfinished.discard(connection)
-        self._waiting.discard(connection)
-        self._epoll.unregister(connection.descriptor)
+        self._returning.discard(connection)
         del self._connections[connection.descriptor]
+        with contextlib.suppress(OSError):  # it is not known there any more
+            self._epoll.unregister(connection.descriptor)
         try:
             connection.close()
         except Exception:  # thread top: whatever a session leaves behind, the other clients are answered

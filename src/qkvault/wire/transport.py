@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
 
 from qkvault.types import ChunkRef
 from qkvault.wire.messages import AnyReply, AnyRequest
@@ -22,6 +23,13 @@ class PoolView(Protocol):
         """Give the mapping back. Only for one of its own, that a transport has made."""
 
 
+class Early(NamedTuple):
+    """What a request waits for before it is answered, and until when at the latest, on the monotonic clock."""
+
+    answer: Future[None]
+    until_seconds: float
+
+
 class Handler(Protocol):
     """What is at the other end: a store that answers, one call at a time."""
 
@@ -31,8 +39,11 @@ class Handler(Protocol):
     def close_session(self, session_id: int) -> None:
         """The client has gone: end its leases. Unknown ids are ignored."""
 
+    def prepare(self, request: AnyRequest) -> Early | None:
+        """What is better waited for before ``call`` of ``request``, if anything. Does not block."""
+
     def call(self, session_id: int, request: AnyRequest) -> AnyReply:
-        """Answer ``request``. Never raises."""
+        """Answer ``request``, with what is known. Does not block, and never raises."""
 
     def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
         """The slots that a live write lease of the session may fill, those of ``keys`` or all; None if there is none.

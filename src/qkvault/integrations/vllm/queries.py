@@ -14,7 +14,7 @@ from qkvault.capture.ring import ring_blocks_for, ring_bytes
 from qkvault.errors import ConfigError, Unavailable
 from qkvault.integrations.vllm.query_tap import QueryTap, attention_layers, slot_mapping_of
 from qkvault.logs import get_logger
-from qkvault.pool import available_memory
+from qkvault.memory import available_memory
 from qkvault.spaces import SpaceDescription
 from qkvault.types import TRANSFER_QUERY
 
