@@ -175,11 +175,6 @@ class StoreDriver:
         with self._lock:
             return self.manager.take_events(limit, start_over=start_over)
 
-    def is_idle(self) -> bool:
-        """Whether no tier job is under way and no tier is being scanned."""
-        with self._lock:
-            return self._has_no_jobs() and self._scan.is_over
-
     def drain(self, timeout_seconds: float) -> bool:
         """Block until the store is idle: everything committed is in its tiers. False if the time was up first."""
         with self._changed:
