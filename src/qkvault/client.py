@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
-from qkvault.errors import InvariantError, ProtocolError, Unavailable, UnknownMedium
+from qkvault.errors import InvariantError, ProtocolError, Refused, Unavailable, UnknownMedium
 from qkvault.types import GRAIN_TOKENS, KEY_BYTES, TOKEN_BYTES, CacheKind, ChunkRef, Medium, NewChunk
 from qkvault.wire import messages as m
 from qkvault.wire.transport import PoolView, Transport
@@ -17,6 +17,7 @@ R = TypeVar("R", bound=m.Reply)
 _NAP_SECONDS: Final = 0.005  # between two looks at a lease with chunks on their way
 _ERRORS: Final[dict[str, type[Exception]]] = {
     "protocol": ProtocolError,
+    "unauthorized": Refused,
     "argument": UnknownMedium,
     "invariant": InvariantError,
 }
@@ -27,8 +28,9 @@ _ALIASES: Final = {"LocalCPUBackend": Medium.RAM.value, "LocalDiskBackend": Medi
 class StoreClient:
     """One session with a store. Thread-safe as far as its transport is.
 
-    Every method raises Unavailable when the store cannot be reached; integrations treat that as a miss. Where a
-    ``search_range`` is given, a medium that the store does not have is UnknownMedium, a ValueError.
+    Every method raises Unavailable when the store cannot be reached; integrations treat that as a miss. ``clear``,
+    ``forget``, ``switch`` and ``check`` raise Refused where a store of TCP has no token. Where a ``search_range`` is
+    given, a medium that the store does not have is UnknownMedium, a ValueError.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -78,7 +78,7 @@ class CacheEngine:
 
     Nothing of the cache is an error to store, lookup and retrieve: what cannot be had is a shorter result, and a store
     that cannot be reached holds nothing. ValueError is for wrong arguments. Orders (``freeze``, ``set_hot_cache``,
-    ``clear``) and ``is_frozen`` raise Unavailable, since who gives one must know that it was not heard.
+    ``clear``) and ``is_frozen`` raise Unavailable, and orders Refused: who gives one must know that it was not heard.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ QKVaultError
 ├─ ProtocolError       malformed message or another protocol version
 ├─ Unavailable         a server or tier cannot be reached; integrations treat it as a miss
 │   └─ DeadlineExceeded
+├─ Refused             a store takes no such order from this client; asking again changes nothing
 └─ InvariantError      a bug of ours
 
 A miss is a value, never an exception; so is a full pool (``Outcome.NO_ROOM``).
@@ -37,6 +38,10 @@ class Unavailable(QKVaultError):
 
 class DeadlineExceeded(Unavailable):
     """An answer did not come in time."""
+
+
+class Refused(QKVaultError):
+    """A store takes no such order from this client. It says what to set; asking again changes nothing."""
 
 
 class UnknownMedium(ValueError):

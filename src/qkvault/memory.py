@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import psutil
-
 from qkvault.errors import ConfigError
 
 _UNLIMITED_BYTES: Final = 1 << 60  # the kernel writes a number near 2**63 where there is no limit
@@ -24,7 +22,7 @@ def require_available(num_bytes: int) -> None:
 
 def available_memory() -> tuple[int, str]:
     """Bytes of memory that can be had without swapping and within the container's limit, and which of both that is."""
-    limits = [(int(psutil.virtual_memory().available), "on this machine")]
+    limits = [(meminfo(_ROOT).get("MemAvailable", _UNLIMITED_BYTES), "on this machine")]
     if (group := cgroup_memory(_ROOT)) is not None:
         limits.append((group.available_bytes, "in this control group"))
     return min(limits)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from qkvault.client import StoreClient
-from qkvault.errors import ProtocolError, Unavailable
+from qkvault.errors import ProtocolError, Refused
 from qkvault.image import key_in
 from qkvault.testing import FakeClock
 from qkvault.testing.store_model import ROOT, keys_of
@@ -343,7 +343,7 @@ class TestTokens:
                 reply = transport.call(order)
                 assert (type(reply), reply.code) == (m.Failed, "unauthorized")
                 assert "set `token`" in reply.message
-                with pytest.raises(Unavailable, match="set `token`"):
+                with pytest.raises(Refused, match="set `token`"):
                     client.clear()
                 assert read(client, find(client, "aab"), "aab") == 48
                 assert (client.status().is_frozen, client.status().media[0].num_chunks) == (False, 2)

@@ -86,7 +86,10 @@ class _Item(NamedTuple):
 
 
 class Context:
-    """One session. Calls are to come from one thread at a time. Every one raises Unavailable without a store."""
+    """One session. Calls are to come from one thread at a time. Every one raises Unavailable without a store.
+
+    Those that delete or overwrite raise Refused where a store of TCP has no token.
+    """
 
     def __init__(
         self,

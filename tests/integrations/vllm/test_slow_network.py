@@ -93,3 +93,20 @@ def test_a_server_that_answers_all_but_one_question_costs_one_timeout(toy_engine
         assert time.monotonic() - well < BACK_SECONDS
     engine.assert_texts()
     assert engine.violations == []
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_a_reset_that_is_refused_is_asked_for_once(toy_engine, prompts, behind, num_steps):
+    """B484: not at every step, if saves were under way; and the session goes on, as what it can do it does."""
+    engine = toy_engine(settings={"qkvault.address": behind.address}, asynchronous=True, runner=2, is_late=True)
+    asked = []
+    behind.loses = lambda request: asked.append(type(request).__name__)
+    engine.add("old", prompts(200), max_tokens=6)
+    for _ in range(num_steps):
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run()
+    assert asked.count("Clear") == 1
+    assert asked.count("Hello") == 0
+    engine.assert_texts()
+    assert engine.violations == []

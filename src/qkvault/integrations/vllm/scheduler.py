@@ -213,8 +213,10 @@ class SchedulerSide:
         if self._queries is not None:
             self._queries.reset()
         self._finals = [op._replace(items=()) for op in self._finals]
-        self._clear_after = self._step_saved if self._step_saved > self._step_heard else 0
+        self._clear_after = 0
         self._client.clear(spaces=self._space_ids)
+        if self._step_saved > self._step_heard:
+            self._clear_after = self._step_saved  # once the store has obeyed: who refuses once would at every step
 
     def _track(self, request: Request) -> Tracked | None:
         if request.request_id not in self._tracked:

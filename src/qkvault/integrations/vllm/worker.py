@@ -84,7 +84,7 @@ class WorkerSide:
         self._sent.update(op.request_id for op in plan.finals)
 
     def save(self, plan: StepPlan) -> None:
-        """Store what this step computed and what finished requests have left, in one go (row 466).
+        """Store what this step computed and what finished requests have left, in one go.
 
         An idle step waits until a device has copied all that was begun.
         """
