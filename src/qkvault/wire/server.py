@@ -96,8 +96,9 @@ class SocketServer:
 
     def _run(self) -> None:
         while not self._is_closed:
+            events = self._epoll.poll(self._rest_seconds())
             try:
-                self._look(self._epoll.poll(self._rest_seconds()))
+                self._look(events)
             except Exception:  # thread top: what one client or one look costs is not the others'
                 _limited.warning("wire_failed", error=traceback.format_exc(limit=-3))
                 time.sleep(_ACCEPT_PAUSE_SECONDS)  # it may come again at once
