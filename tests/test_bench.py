@@ -75,7 +75,7 @@ def test_a_peer_that_is_not_there_is_told_and_left_out(tmp_path):
         "LMCache, server, shm",
         "LMCache, server, shm, malloc tuned",
     }
-    assert len(found["benches"]["socket"]) == 7
+    assert len(found["benches"]["socket"]) == 8
     assert {series["role"] for row in found["benches"]["socket"] for series in row["series"]} == {"ours", "limit"}
 
 

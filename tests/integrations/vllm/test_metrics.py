@@ -54,6 +54,7 @@ def scrape():
             }
             return found.get((), found)
 
+    unregister_vllm_metrics()  # those that an engine in this process has left
     yield Scrape()
     unregister_vllm_metrics()
 
