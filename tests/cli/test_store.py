@@ -21,7 +21,7 @@ from qkvault.connecting import default_address
 from qkvault.server.server import Server
 from qkvault.testing.spaces import described
 from qkvault.testing.store_model import ModelChunk
-from qkvault.testing.transport_contract import WAIT_SECONDS, until
+from qkvault.testing.transport_contract import until
 from qkvault.tokens import TokenHasher
 from qkvault.wire.messages import Instance, Status, TierStatus
 
