@@ -20,6 +20,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -186,6 +187,31 @@ def network() -> Iterator[Callable[[str], object]]:
     with ExitStack() as stack:
         make = runpy.run_path(str(Path(__file__).with_name("network.py")))["Network"]
         yield lambda address: stack.enter_context(closing(make(address)))
+
+
+@pytest.fixture(scope="session")
+def servers_at() -> Callable[[str], list[psutil.Process]]:
+    """The processes of ``qkvault serve`` at an address."""
+
+    def servers_at(address: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            with suppress(psutil.Error):
+                if address in (process.info["cmdline"] or []) and "serve" in process.info["cmdline"]:
+                    found.append(process)
+        return found
+
+    return servers_at
+
+
+@pytest.fixture
+def address(tmp_path: Path, servers_at: Callable[[str], list[psutil.Process]]) -> Iterator[str]:
+    """An address whose servers are ended after the test."""
+    address = f"unix://{tmp_path}/s"
+    yield address
+    for process in servers_at(address):
+        process.kill()
+        process.wait(10)
 
 
 @pytest.fixture(scope="session")

@@ -34,26 +34,7 @@ print(client.pool.capacity_bytes, flush=True)
 """
 
 
-@pytest.fixture
-def address(tmp_path):
-    """An address whose servers are ended after the test."""
-    address = f"unix://{tmp_path}/s"
-    yield address
-    for process in servers_at(address):
-        process.kill()
-        process.wait(10)
-
-
-def servers_at(address):
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        with suppress(psutil.Error):
-            if address in (process.info["cmdline"] or []) and "serve" in process.info["cmdline"]:
-                found.append(process)
-    return found
-
-
-def test_of_many_that_start_at_a_time_one_starts_a_server(address):
+def test_of_many_that_start_at_a_time_one_starts_a_server(address, servers_at):
     """B270: all use it, with the settings of the first; it outlives them, and one that comes later finds it."""
     command = [sys.executable, "-c", CHILD, address]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -64,7 +45,7 @@ def test_of_many_that_start_at_a_time_one_starts_a_server(address):
     assert [process.pid for process in servers_at(address)] == [server.pid]
 
 
-def test_a_server_that_was_killed_is_started_again(address):
+def test_a_server_that_was_killed_is_started_again(address, servers_at):
     """B270: its socket's file is no server."""
     config = Config(address=address, autostart=True, ram_bytes=1 << 22, prefault=False)
     autostart.ensure_server(config)
@@ -91,7 +72,7 @@ def link(address):
         yield link
 
 
-def test_a_server_that_dies_later_is_started_by_who_needs_it(address, link):
+def test_a_server_that_dies_later_is_started_by_who_needs_it(address, link, servers_at):
     """B398: by the link's own thread, though nobody calls; no caller waits, and the old one leaves no zombie."""
     for _ in range(2):
         (server,) = servers_at(address)
@@ -106,7 +87,7 @@ def test_a_server_that_dies_later_is_started_by_who_needs_it(address, link):
     assert len(autostart._started & {child.pid for child in psutil.Process().children()}) == 1
 
 
-def test_a_call_does_not_wait_for_a_server_that_is_being_started(address, link):
+def test_a_call_does_not_wait_for_a_server_that_is_being_started(address, link, servers_at):
     """B398: it fails at once, and what comes later is found."""
     (server,) = servers_at(address)
     server.send_signal(signal.SIGKILL)

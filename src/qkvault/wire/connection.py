@@ -60,8 +60,8 @@ class Connection:
         self._turn_ends = 0.0  # on the monotonic clock
         self._patience_seconds = _PATIENCE_SECONDS
         self._pause: tuple[Early, Callable[[], None]] | None = None  # what its last request waits for, and its answer
-        # Until when it is to be served again whatever its socket says: at once (its turn was over before its requests
-        # were) or after a pause. None: its socket tells when.
+        # After how long it is to be served again whatever its socket says: at once (its turn was over before its
+        # requests were) or after a pause. None: its socket tells when.
         self.returns_seconds: float | None = None
         # Data that comes after a message: where it is to go, and who is answered then.
         self._filling: deque[memoryview] = deque()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 
 from qkvault.config import Config
@@ -20,29 +19,10 @@ ROLES = ["scheduler", "worker"]
 
 
 @pytest.fixture
-def address(tmp_path):
-    """An address whose servers are ended after the test."""
-    address = f"unix://{tmp_path}/s"
-    yield address
-    for process in servers_at(address):
-        process.kill()
-        process.wait(10)
-
-
-@pytest.fixture
 def start(address, toy_engine, tmp_path):  # the engines end first, so that none starts a server again
     """Starts engines that start their server, one with a disk, if there is none."""
     settings = {"qkvault.address": address, "qkvault.autostart": True, "qkvault.disk_path": str(tmp_path / "disk")}
     return lambda: toy_engine(settings=settings)
-
-
-def servers_at(address):
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        with suppress(psutil.Error):
-            if address in (process.info["cmdline"] or []) and "serve" in process.info["cmdline"]:
-                found.append(process)
-    return found
 
 
 def roles_at(address):
@@ -60,7 +40,7 @@ def num_loaded(engine, prompt):
     return sum(len(op.block_ids) for op in engine.loads_of(request.request_id)) * 16
 
 
-def test_engines_start_one_server_and_share_it(start, prompts, address):
+def test_engines_start_one_server_and_share_it(start, prompts, address, servers_at):
     """B465: with the settings of the first, such as its RAM and its disk; what one has computed the other hits."""
     one, other = start(), start()
     (server,) = servers_at(address)
@@ -74,7 +54,7 @@ def test_engines_start_one_server_and_share_it(start, prompts, address):
     assert one.violations == other.violations == []
 
 
-def test_the_server_stays_when_its_engines_go_and_ends_when_told(start, prompts, address):
+def test_the_server_stays_when_its_engines_go_and_ends_when_told(start, prompts, address, servers_at):
     """B465: who comes later hits at once; SIGTERM ends it with code 0, and its socket is gone."""
     prompt = prompts(300)
     engine = start()
@@ -91,7 +71,7 @@ def test_the_server_stays_when_its_engines_go_and_ends_when_told(start, prompts,
     assert not Path(address.removeprefix("unix://")).exists()
 
 
-def test_an_engine_starts_its_server_again(start, prompts, address, monkeypatch):
+def test_an_engine_starts_its_server_again(start, prompts, address, monkeypatch, servers_at):
     """B465, B398: one that was killed; the engine is registered anew, and hits what is on disk."""
     from qkvault.integrations.vllm import links
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ def num_loaded(engine, prompt, **who):
     engine.forget_own_prefixes()
     request = engine.ask(prompt, **who)
     return sum(len(op.block_ids) for op in engine.loads_of(request.request_id)) * 16
-
-
-def move_to_disk(engine):
-    """Everything that is stored is on disk only."""
-    assert engine.store.driver.drain(10)
-    with closing(engine.store.connect("test")) as client:
-        client.clear(lower_tiers=False)
 
 
 @pytest.fixture
@@ -67,7 +59,7 @@ def test_two_models_on_one_disk_never_hit_each_other(start, prompts, tmp_path, o
         assert num_loaded(engine, fork) == (192 if is_known else 0)
         assert num_loaded(engine, prompt) == (288 if is_known else 160)
         engine.assert_texts()
-        move_to_disk(engine)
+        engine.move_to_disk()
         engine.assert_clean()
         engine.close()
     spaces = [path for path in (tmp_path / "disk").iterdir() if path.is_dir() and any(path.rglob("*.qkv"))]
@@ -83,11 +75,11 @@ def test_a_salt_is_no_path_and_is_shown_nowhere(start, prompts, log_lines, tmp_p
     engine = start(**{"qkvault.disk_path": str(disk), "qkvault.log_level": "debug"})
     prompt = prompts(300)
     assert num_loaded(engine, prompt, cache_salt=salt) == 0
-    move_to_disk(engine)
+    engine.move_to_disk()
     assert num_loaded(engine, prompt, cache_salt=salt) == 288
     for other in ({}, {"cache_salt": "secret-salt"}, {"cache_salt": salt[:-1]}):
         assert num_loaded(engine, prompt, **other) == 0
-    move_to_disk(engine)
+    engine.move_to_disk()
     engine.assert_clean()
     engine.close()
 

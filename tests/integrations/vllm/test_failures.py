@@ -163,12 +163,9 @@ def test_a_disk_that_fails_is_a_shorter_hit(toy_engine, prompts, tmp_path, optio
     engine.ask(prompt)
     driver = engine.store.driver
     assert driver.drain(10)
-    tier = driver.tiers[0] = FaultyTier(driver.tiers[0], fail_every_load=4, fail_reason=reason)
-    tier.notify(driver._wake.set)
+    engine.wrap_disk(lambda disk: FaultyTier(disk, fail_every_load=4, fail_reason=reason))
     for _ in range(3):
-        client = engine.store.connect("test")
-        client.clear(lower_tiers=False)
-        client.close()
+        engine.move_to_disk()
         engine.forget_own_prefixes()
         engine.ask(prompt)
         assert driver.drain(10)

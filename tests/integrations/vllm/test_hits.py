@@ -24,14 +24,6 @@ def external(engine, request):
     return sum(len(op.block_ids) for op in engine.loads_of(request.request_id)) * 16
 
 
-def on_disk(engine):
-    """Everything that is stored is on disk only."""
-    assert engine.store.driver.drain(10)
-    client = engine.store.connect("test")
-    client.clear(lower_tiers=False)
-    client.close()
-
-
 @RUNNERS
 def test_a_prompt_that_is_cached_is_loaded_up_to_its_last_whole_block(toy_engine, prompts, options):
     """B 31: all but the last blocks' rest of a prompt comes from the store, in both runners and both schedulings."""
@@ -173,7 +165,7 @@ def test_what_vllm_has_is_not_fetched_from_a_lower_tier(toy_engine, prompts, tmp
     engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")})
     prompt = prompts(260)
     engine.ask(prompt, max_tokens=1)
-    on_disk(engine)
+    engine.move_to_disk()
     request = engine.ask(prompt, max_tokens=1)
     assert external(engine, request) == 0
     assert engine.status().counters["chunks_promoted"] == 0
@@ -186,7 +178,7 @@ def test_chunks_in_a_lower_tier_are_waited_for(toy_engine, prompts, tmp_path, op
     engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")}, **options)
     prompt = prompts(300)
     engine.ask(prompt)
-    on_disk(engine)
+    engine.move_to_disk()
     engine.forget_own_prefixes()
     engine.add("other", prompts(20), max_tokens=60)
     request = engine.ask(prompt)
@@ -203,13 +195,11 @@ def test_a_tier_that_does_not_answer_is_waited_for_until_the_deadline(toy_engine
     engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")})
     prompt = prompts(300)
     engine.ask(prompt)
-    on_disk(engine)
+    engine.move_to_disk()
     engine.forget_own_prefixes()
     now = [0.0]
     engine.connector._scheduler._clock = lambda: now[0]
-    driver = engine.store.driver
-    tier = driver.tiers[0] = FaultyTier(driver.tiers[0])
-    tier.notify(driver._wake.set)
+    tier = engine.wrap_disk(FaultyTier)
     tier.is_mute = True
     request = engine.add("patient", prompt)
     for _ in range(5):
@@ -219,7 +209,7 @@ def test_a_tier_that_does_not_answer_is_waited_for_until_the_deadline(toy_engine
     engine.run()
     assert external(engine, request) == 0
     tier.release()
-    assert driver.drain(10)
+    assert engine.store.driver.drain(10)
     engine.assert_texts()
     engine.assert_clean()
 
@@ -233,10 +223,8 @@ def test_each_wait_has_a_deadline_of_its_own(toy_engine, prompts, tmp_path):
     engine.ask(prompt)
     now = [0.0]
     engine.connector._scheduler._clock = lambda: now[0]
-    on_disk(engine)
-    driver = engine.store.driver
-    tier = driver.tiers[0] = FaultyTier(driver.tiers[0])
-    tier.notify(driver._wake.set)
+    engine.move_to_disk()
+    tier = engine.wrap_disk(FaultyTier)
     engine.forget_own_prefixes()
     tier.is_mute = True
     engine.add("r", prompt, max_tokens=30)
@@ -245,7 +233,7 @@ def test_each_wait_has_a_deadline_of_its_own(toy_engine, prompts, tmp_path):
     while not engine.texts["r"]:
         engine.step()
     tier.release()
-    on_disk(engine)
+    engine.move_to_disk()
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
     assert sum(len(op.block_ids) for op in engine.loads_of("r")) == 18
@@ -260,12 +248,11 @@ def test_an_abort_after_any_step_holds_nothing(toy_engine, prompts, tmp_path, op
 
     engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")}, **options)
     driver = engine.store.driver
-    tier = driver.tiers[0] = LatencyTier(driver.tiers[0], 0.02)
-    tier.notify(driver._wake.set)
+    engine.wrap_disk(lambda disk: LatencyTier(disk, 0.02))
     prompt = prompts(300)
     engine.ask(prompt)
     for num_steps in range(16):
-        on_disk(engine)
+        engine.move_to_disk()
         engine.forget_own_prefixes()
         engine.add(f"r{num_steps}", prompt + prompts(100), max_tokens=4)
         for _ in range(num_steps):

@@ -92,7 +92,7 @@ def test_every_stage_counts(toy_engine, prompts, scrape, tmp_path, options):
     assert scrape["stage_tokens_total"]["process_tokens",] >= 300 + 20
     assert scrape["stage_calls_total"]["process_tokens",] < 6, "not with each step"
     assert scrape["stage_calls_total"]["get",] == 0, "nothing is waited for"
-    move_to_disk(engine)
+    engine.move_to_disk()
     engine.forget_own_prefixes()
     engine.ask(prompt)
     found = engine.connector.stats.snapshot()
@@ -105,13 +105,6 @@ def test_every_stage_counts(toy_engine, prompts, scrape, tmp_path, options):
         assert min(scrape[f"stage_{name}_total"].values()) > 0
 
 
-def move_to_disk(engine):
-    """Everything that is stored is on disk only."""
-    assert engine.store.driver.drain(10)
-    with closing(engine.store.connect("test")) as client:
-        client.clear(lower_tiers=False)
-
-
 def test_a_wait_that_ends_at_its_deadline_counts(toy_engine, prompts, tmp_path):
     """B464: with what has come up by then; a request that asks again counts once."""
     from qkvault.testing.wrappers import FaultyTier
@@ -119,13 +112,11 @@ def test_a_wait_that_ends_at_its_deadline_counts(toy_engine, prompts, tmp_path):
     engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")})
     prompt = prompts(300)
     engine.ask(prompt)
-    move_to_disk(engine)
+    engine.move_to_disk()
     engine.forget_own_prefixes()
     now = [0.0]
     engine.connector._scheduler._clock = lambda: now[0]
-    driver = engine.store.driver
-    tier = driver.tiers[0] = FaultyTier(driver.tiers[0])
-    tier.notify(driver._wake.set)
+    tier = engine.wrap_disk(FaultyTier)
     tier.is_mute = True
     engine.add("r", prompt)
     for _ in range(5):
@@ -133,7 +124,7 @@ def test_a_wait_that_ends_at_its_deadline_counts(toy_engine, prompts, tmp_path):
     now[0] = 10.0
     engine.run()
     tier.release()
-    assert driver.drain(10)
+    assert engine.store.driver.drain(10)
     get = engine.connector.stats.snapshot().stages["get"]
     assert (get.calls, get.tokens, get.bytes) == (1, 0, 0)
     assert get.seconds > 0

@@ -332,6 +332,20 @@ class ToyEngine:
         """Empty vLLM's own prefix cache: hits come from us alone."""
         assert self.scheduler.reset_prefix_cache()
 
+    def move_to_disk(self) -> None:
+        """Leave everything that is stored on disk only."""
+        assert self.store.driver.drain(10)
+        client = self.store.connect("test")
+        client.clear(lower_tiers=False)
+        client.close()
+
+    def wrap_disk(self, wrap: Callable[[Any], Any]) -> Any:
+        """Put what ``wrap`` makes of it in the place of the disk tier."""
+        driver = self.store.driver
+        tier = driver.tiers[0] = wrap(driver.tiers[0])
+        tier.notify(driver._wake.set)
+        return tier
+
     def damage(self, op: LoadOp, *which: int) -> None:
         """Make chunks unreadable between their promise and their load."""
         for number in which:
