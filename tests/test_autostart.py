@@ -27,7 +27,7 @@ from qkvault import autostart
 from qkvault.config import Config
 from qkvault.connecting import open_client
 
-config = Config(address=sys.argv[1], autostart=True, ram_bytes=1 << 22, prefault=False)
+config = Config(address=sys.argv[1], timeout_seconds=20.0, autostart=True, ram_bytes=1 << 22, prefault=False)
 autostart.ensure_server(config)
 client = open_client(config, "child")
 print(client.pool.capacity_bytes, flush=True)

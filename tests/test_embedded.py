@@ -179,7 +179,7 @@ class TestQueries:
         config = msgspec.structs.replace(config, query_bytes=setting)
         with closing(embedded.EmbeddedStore(config, shared=True)) as store:
             store.serve(f"unix://{tmp_path}/s")
-            with closing(SocketTransport(f"unix://{tmp_path}/s", "test")) as transport:
+            with closing(SocketTransport(f"unix://{tmp_path}/s", "test", timeout_seconds=20.0)) as transport:
                 assert (TRANSFER_QUERY in transport.welcome.features) is is_there
                 assert {"kv", "ram"} <= set(transport.welcome.features)
                 assert transport.welcome.chunk_size == config.chunk_size
@@ -197,7 +197,7 @@ class TestServing:
             "import sys; from qkvault.client import StoreClient; from qkvault.wire.sockets import SocketTransport\n"
             "from qkvault import embedded\n"
             "from qkvault.testing.transport_contract import find, read\n"
-            "client = StoreClient(SocketTransport(embedded.socket_address('test'), 'there'))\n"
+            "client = StoreClient(SocketTransport(embedded.socket_address('test'), 'there', timeout_seconds=20.0))\n"
             "print(read(client, find(client, 'aabb'), 'aabb'))"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -211,7 +211,7 @@ class TestServing:
         store.serve(f"unix://{tmp_path}/s")
         with pytest.raises(ConfigError, match="served already"):
             store.serve(f"unix://{tmp_path}/t")
-        with closing(StoreClient(SocketTransport(f"unix://{tmp_path}/s", "test"))) as client:
+        with closing(StoreClient(SocketTransport(f"unix://{tmp_path}/s", "test", timeout_seconds=20.0))) as client:
             client.check()
         embedded.release(store)
 
@@ -227,7 +227,7 @@ class TestServing:
         for _ in range(2):
             with closing(embedded.EmbeddedStore(config, shared=True)) as store:
                 store.serve(f"unix://{tmp_path}/s")
-                with closing(SocketTransport(f"unix://{tmp_path}/s", "test")) as transport:
+                with closing(SocketTransport(f"unix://{tmp_path}/s", "test", timeout_seconds=20.0)) as transport:
                     epochs.append(transport.epoch)
         assert epochs[0] < epochs[1]
 

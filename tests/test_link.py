@@ -80,7 +80,7 @@ def far(network):
         closing(SocketServer(driver, driver.pool, "tcp://127.0.0.1:0", epoch=1)) as server,
     ):
         network = network(server.address)
-        with closing(StoreClient(RemoteTransport(network.address, "test"))) as client:
+        with closing(StoreClient(RemoteTransport(network.address, "test", timeout_seconds=20.0))) as client:
             save(client, "aa")
 
         def connect():

@@ -160,7 +160,7 @@ def test_an_engine_over_a_socket_does_the_same(cache, make_site, make_tokens, tm
     address = f"unix://{tmp_path}/store.sock"
     store = EmbeddedStore(Config(ram_bytes=4 << 20, disk_path=str(tmp_path / "disk")), shared=True)
     store.serve(address)
-    site = make_site(cache, client=StoreClient(SocketTransport(address, "test")))
+    site = make_site(cache, client=StoreClient(SocketTransport(address, "test", timeout_seconds=20.0)))
     tokens = make_tokens(3 * CHUNK + BLOCK)
     with closing(site.engine), closing(store):
         assert site.store(tokens).stored_tokens == len(tokens)

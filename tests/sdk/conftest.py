@@ -37,8 +37,9 @@ def noise(num_tokens, *, layers=2, heads=2, head_size=8, parts=2, dtype=torch.fl
 
 
 @pytest.fixture(params=["here", "unix", "tcp"])
-def place(request, tmp_path):
+def place(request, tmp_path, monkeypatch):
     """What ``connect`` takes, for each way to reach a store."""
+    monkeypatch.setenv("QKVAULT_TIMEOUT_SECONDS", "20")  # no test here is about time
     yield from _place(request.param, tmp_path)
 
 
@@ -65,7 +66,7 @@ def _place(way, folder, **settings):
         settings = {"listen": listen, "ram_bytes": 32 << 20, "query_bytes": 24 << 20, "prefault": False}
         server = Server(load(env={}, cli=settings | {"token": "sesame"}))
         try:
-            yield Config(address=server.addresses[0], token="sesame") if way == "tcp" else server.addresses[0]
+            yield Config(address=server.addresses[0], token="sesame", timeout_seconds=20.0) if way == "tcp" else server.addresses[0]
             server.driver.check()
             assert len(server.driver.manager.leases) == 0, "a lease was not given back"
         finally:

@@ -370,7 +370,7 @@ class TestKill:
         code = (
             "import sys, time\nfrom qkvault.config import Config\nfrom qkvault.connecting import open_client\n"
             "from qkvault.testing.transport_contract import find, reserve, save\n"
-            f"client = open_client(Config(), 'victim', address={server.address!r})\n"
+            f"client = open_client(Config(timeout_seconds=20.0), 'victim', address={server.address!r})\n"
             "save(client, 'aabb'); find(client, 'aabb'); reserve(client, 'ccdd')\n"
             "print('ready', flush=True); time.sleep(600)"
         )

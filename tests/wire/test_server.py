@@ -364,7 +364,7 @@ from qkvault.client import StoreClient
 from qkvault.testing.transport_contract import find, prompt
 from qkvault.wire.sockets import SocketTransport
 
-client = StoreClient(SocketTransport(sys.argv[1], "victim"))
+client = StoreClient(SocketTransport(sys.argv[1], "victim", timeout_seconds=20.0))
 assert find(client, "aa").lease_id
 chunks = prompt("xxyy")
 reserved = client.reserve([chunk.new() for chunk in chunks])

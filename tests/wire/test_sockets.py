@@ -195,7 +195,7 @@ class TestConnecting:
 
     def test_a_reply_tells_which_life_of_the_store_it_is_from(self, server, address):
         """A client that connects again sees whether it is the same."""
-        with closing(SocketTransport(address, "test")) as transport:
+        with closing(SocketTransport(address, "test", timeout_seconds=20.0)) as transport:
             assert transport.epoch == 7
 
 

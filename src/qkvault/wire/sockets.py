@@ -335,7 +335,7 @@ class SocketTransport(Transport):
 
     def _lost(self, error: OSError) -> Unavailable:
         if isinstance(error, TimeoutError):
-            return DeadlineExceeded(f"the store at {self.address} did not answer in {self._allowed_seconds:g} s")
+            return DeadlineExceeded(f"the store at {self.address} did not answer in {self._allowed_seconds:g} s (timeout_seconds)")
         return Unavailable(f"no store answers at {self.address}: {error}")
 
 

@@ -19,7 +19,7 @@ class Server:
     """``qkvault serve`` in a process of its own."""
 
     def __init__(self, address, disk):
-        self.config = Config(address=address)
+        self.config = Config(address=address, timeout_seconds=20.0)
         command = [sys.executable, "-m", "qkvault", "serve", "--listen", address, "--ram", "64MiB", "--disk", str(disk)]
         self.process = subprocess.Popen([*command, "--set", "chunk_size=64", "--set", "prefault=false"])
         self.until_ready()

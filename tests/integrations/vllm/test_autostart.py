@@ -27,7 +27,7 @@ def start(address, toy_engine, tmp_path):  # the engines end first, so that none
 
 def roles_at(address):
     try:
-        with closing(open_client(Config(address=address), "test")) as client:
+        with closing(open_client(Config(address=address, timeout_seconds=20.0), "test")) as client:
             return sorted(each.instance.role for each in client.status().instances)
     except Unavailable:
         return None
@@ -46,7 +46,7 @@ def test_engines_start_one_server_and_share_it(start, prompts, address, servers_
     (server,) = servers_at(address)
     assert server.cmdline()[1:4] == ["-m", "qkvault", "serve"]
     assert roles_at(address) == sorted(2 * ROLES)
-    with closing(open_client(Config(address=address), "test")) as client:
+    with closing(open_client(Config(address=address, timeout_seconds=20.0), "test")) as client:
         assert client.pool.capacity_bytes == 4 << 20
         assert [medium.name for medium in client.status().media] == ["ram", "disk"]
     prompt = prompts(300)
@@ -80,7 +80,7 @@ def test_an_engine_starts_its_server_again(start, prompts, address, monkeypatch,
     engine = start()
     engine.ask(prompt)
     (first,) = servers_at(address)
-    with closing(open_client(Config(address=address), "test")) as client:
+    with closing(open_client(Config(address=address, timeout_seconds=20.0), "test")) as client:
         until(lambda: client.status().counters["stored.disk"] == 5)
     first.send_signal(signal.SIGKILL)
     until(lambda: first.pid not in [process.pid for process in servers_at(address)])
