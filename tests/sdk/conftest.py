@@ -66,7 +66,8 @@ def _place(way, folder, **settings):
         settings = {"listen": listen, "ram_bytes": 32 << 20, "query_bytes": 24 << 20, "prefault": False}
         server = Server(load(env={}, cli=settings | {"token": "sesame"}))
         try:
-            yield Config(address=server.addresses[0], token="sesame", timeout_seconds=20.0) if way == "tcp" else server.addresses[0]
+            (address,) = server.addresses
+            yield address if way == "unix" else Config(address=address, token="sesame", timeout_seconds=20.0)
             server.driver.check()
             assert len(server.driver.manager.leases) == 0, "a lease was not given back"
         finally:
