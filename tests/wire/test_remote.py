@@ -15,7 +15,7 @@ from qkvault.image import key_in
 from qkvault.testing import FakeClock
 from qkvault.testing.store_model import ROOT, keys_of
 from qkvault.testing.transport_contract import CHUNK_SIZE, WAIT_SECONDS, find, make_driver, prompt, read, reserve, save
-from qkvault.types import KEY_BYTES, Outcome
+from qkvault.types import KEY_BYTES, ChunkRef, Outcome
 from qkvault.wire import codec, connection, remote
 from qkvault.wire import messages as m
 from qkvault.wire import server as server_module
@@ -184,6 +184,7 @@ class TestSending:
 class TestFetching:
     def test_more_is_fetched_than_is_kept(self, monkeypatch, connect):
         """B250: all of one fetch is there when it ends; what was used before is given back, and can be had again."""
+        monkeypatch.setattr(remote, "_GRANULE_BYTES", 8192)
         monkeypatch.setattr(remote, "_KEPT_BYTES", 3 * 8192)
         one, other = connect(), connect()
         words = ["aabbccddeeff", "gghhiijjkkll"]
@@ -197,10 +198,11 @@ class TestFetching:
         find(other, "aa")
         first = next(iter(find(other, words[0]).ready))
         other.fetch([first])
-        assert other._transport.pool._used_bytes <= 4 * 8192
+        assert other._transport.pool.used_bytes <= 4 * 8192
 
     def test_what_is_reserved_and_not_sent_is_kept(self, monkeypatch, connect):
         """B250: however much is fetched in between."""
+        monkeypatch.setattr(remote, "_GRANULE_BYTES", 8192)
         monkeypatch.setattr(remote, "_KEPT_BYTES", 0)
         one, other = connect(), connect()
         save(one, "aabbcc")
@@ -209,6 +211,29 @@ class TestFetching:
         assert read(other, find(other, "aabbcc"), "aabbcc") == 96
         assert other.commit(reserved.lease_id) == 2
         assert read(one, find(one, "xxyy"), "xxyy") == 64
+
+    def test_a_slot_keeps_its_memory_whoever_had_it_before(self, monkeypatch):
+        """B498: what lay there before was larger, and began elsewhere."""
+        monkeypatch.setattr(remote, "_GRANULE_BYTES", 4096)
+        monkeypatch.setattr(remote, "_KEPT_BYTES", 0)
+        with closing(remote.MirrorPool(1 << 20)) as pool:
+            pool.take(0, 1 << 16)[:] = b"x" * (1 << 16)
+            slot = (5 << 12, 3 << 12)
+            pool.take(*slot)[:] = b"y" * slot[1]
+            pool.trim([slot])
+            assert pool.view(*slot) == b"y" * slot[1]
+            assert pool.used_bytes == slot[1]
+            assert bytes(pool.view(0, 5 << 12)) == bytes(5 << 12)
+
+    def test_what_is_fetched_to_a_slot_that_is_ours_by_now_goes_nowhere(self, connect):
+        """B499: a chunk whose lease ran out, whether or not it is elsewhere: what is being written stays as it is."""
+        one, other = connect(), connect()
+        save(one, "aa")
+        (chunk,), reserved = prompt("xx"), reserve(other, "xx")
+        for key in (prompt("aa")[0].key, prompt("zz")[0].key):
+            other.fetch([ChunkRef(key, reserved.offsets[0], chunk.new().image_bytes, CHUNK_SIZE)])
+        assert other.commit(reserved.lease_id) == 1
+        assert read(one, find(one, "xx"), "xx") == CHUNK_SIZE
 
     def test_more_is_fetched_than_one_message_may_ask_for(self, monkeypatch, connect):
         """In several."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from qkvault.errors import ProtocolError, Unavailable
-from qkvault.image import ALIGNMENT_BYTES, align_up, wipe_header
+from qkvault.image import ALIGNMENT_BYTES, wipe_header
 from qkvault.types import KEY_BYTES, ChunkRef
 from qkvault.wire import messages as m
 from qkvault.wire.sockets import SocketTransport
@@ -19,6 +19,9 @@ _MAP_NORESERVE: Final = 0x4000  # Linux; in the mmap module since Python 3.13
 _MAX_POOL_BYTES: Final = 1 << 46  # half of what a process can address
 _SLOWEST_BYTES_PER_SECOND: Final = 32 << 20  # that data is waited for: a quarter of what a network of 1 Gb/s carries
 _KEPT_BYTES: Final = 512 << 20  # of memory that was used: to take it anew costs a fault for every page
+_GRANULE_BYTES: Final = 1 << 20  # what memory is given back by; slots begin and end anywhere in it
+
+Slot = tuple[int, int]  # offset, bytes
 
 
 class MirrorPool:
@@ -30,29 +33,35 @@ class MirrorPool:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._map = mmap.mmap(-1, capacity_bytes, flags=flags)
         self._memory = memoryview(self._map)
-        self._used: OrderedDict[int, int] = OrderedDict()  # offset to bytes, the least recently used first
-        self._used_bytes = 0
+        self._used: OrderedDict[int, None] = OrderedDict()  # granules that have memory, the least recently used first
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """The bytes ``[offset, offset + num_bytes)``."""
         return self._memory[offset : offset + num_bytes]
 
+    @property
+    def used_bytes(self) -> int:
+        """Of memory that it has."""
+        return len(self._used) * _GRANULE_BYTES
+
     def take(self, offset: int, num_bytes: int) -> memoryview:
         """The same, about to be written."""
-        before_bytes = self._used.pop(offset, 0)
-        self._used[offset] = max(align_up(num_bytes), before_bytes)
-        self._used_bytes += self._used[offset] - before_bytes
+        for granule in _granules(offset, num_bytes):
+            self._used[granule] = None
+            self._used.move_to_end(granule)
         return self.view(offset, num_bytes)
 
-    def trim(self, unsent: Container[int]) -> None:
-        """Give memory back that was used longest ago, but for slots at ``unsent``."""
-        for offset in list(self._used):
-            if self._used_bytes <= _KEPT_BYTES:
+    def trim(self, unsent: Iterable[Slot]) -> None:
+        """Give memory back that was used longest ago, but for that of ``unsent``, whoever else had it before."""
+        if self.used_bytes <= _KEPT_BYTES:
+            return
+        held = {granule for slot in unsent for granule in _granules(*slot)}
+        for granule in [granule for granule in self._used if granule not in held]:
+            del self._used[granule]
+            start = granule * _GRANULE_BYTES
+            self._map.madvise(mmap.MADV_DONTNEED, start, min(_GRANULE_BYTES, self.capacity_bytes - start))
+            if self.used_bytes <= _KEPT_BYTES:
                 break
-            if offset not in unsent:
-                size = self._used.pop(offset)
-                self._used_bytes -= size
-                self._map.madvise(mmap.MADV_DONTNEED, offset, size)
 
     def close(self) -> None:
         """Give back everything, unless somebody still looks at it; then with him."""
@@ -71,7 +80,7 @@ class RemoteTransport(SocketTransport):
             timeout_seconds = self._seconds_for(sum(ref.image_bytes for ref in refs))
         self._take_turn(timeout_seconds)
         try:
-            self._trim()
+            self.pool.trim(self._unsent())
             steps = range(0, len(refs), m.MAX_CHUNKS)
             return sum(self._download(refs[start : start + m.MAX_CHUNKS]) for start in steps)
         finally:
@@ -84,9 +93,9 @@ class RemoteTransport(SocketTransport):
         if len(sizes) != len(refs) or sum(sizes) != head.data_bytes or any(map(_is_odd, refs, sizes)):
             msg = f"the store at {self.address} sends other chunks than were asked for: {type(reply).__name__} {sizes}"
             raise ProtocolError(msg)
+        views = [self._view_of(ref) for ref in refs]
         try:
-            for ref, size in zip(refs, sizes, strict=True):
-                view = self.pool.take(ref.offset, ref.image_bytes)
+            for view, size in zip(views, sizes, strict=True):
                 if size:
                     self._stream.fill(view)
                 else:
@@ -96,9 +105,16 @@ class RemoteTransport(SocketTransport):
             raise self._lost(error) from error
         self._is_usable = True
         if not isinstance(end, m.Done):
-            for ref in refs:
-                wipe_header(self.pool.view(ref.offset, ref.image_bytes))
+            for view in views:
+                wipe_header(view)
         return head.data_bytes
+
+    def _view_of(self, ref: ChunkRef) -> memoryview:
+        # Where to receive it. Its lease may have run out, and its slot be one that we are writing: that stays ours.
+        end = ref.offset + ref.image_bytes
+        if any(offset < end and ref.offset < offset + num_bytes for offset, num_bytes in self._unsent()):
+            return memoryview(bytearray(ref.image_bytes))
+        return self.pool.take(ref.offset, ref.image_bytes)
 
     def _answer(self, request: m.AnyRequest) -> m.AnyReply:
         if isinstance(request, m.Commit):
@@ -113,12 +129,13 @@ class RemoteTransport(SocketTransport):
     def _seconds_for(self, num_bytes: int) -> float:
         return self._timeout_seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
 
-    def _trim(self) -> None:
-        self.pool.trim({offset for slots in self._written.values() for offset, _ in slots.values()})
+    def _unsent(self) -> Iterator[Slot]:
+        for slots in self._written.values():
+            yield from slots.values()
 
     def _remember(self, request: m.Reserve, reply: m.Reserved) -> None:
         # Where the bytes of a lease are to be sent from.
-        self._trim()
+        self.pool.trim(self._unsent())
         slots = {}
         for chunk, offset in zip(request.chunks, reply.offsets, strict=True):
             if offset >= 0:
@@ -135,7 +152,7 @@ class RemoteTransport(SocketTransport):
         return self._exchange(request, data=data)[1]
 
     def _open_pool(self, welcome: m.Welcome) -> PoolView:
-        self._written: dict[int, dict[bytes, tuple[int, int]]] = {}  # by write lease, in the order of its reserve
+        self._written: dict[int, dict[bytes, Slot]] = {}  # by write lease, in the order of its reserve
         if not 0 < welcome.pool_bytes <= _MAX_POOL_BYTES or welcome.pool_bytes % ALIGNMENT_BYTES:
             msg = f"the store at {self.address} says that its pool has {welcome.pool_bytes} bytes"
             raise ProtocolError(msg)
@@ -144,6 +161,10 @@ class RemoteTransport(SocketTransport):
         except (OSError, ValueError, OverflowError) as error:
             msg = f"no addresses for the pool of the store at {self.address}: {error}"
             raise Unavailable(msg) from error
+
+
+def _granules(offset: int, num_bytes: int) -> range:
+    return range(offset // _GRANULE_BYTES, -(-(offset + num_bytes) // _GRANULE_BYTES))
 
 
 def _is_odd(ref: ChunkRef, image_bytes: int) -> bool:
