@@ -150,6 +150,20 @@ class TestMatch:
             desk.end_jobs()
             assert desk.read(desk.find("az")) == [(second, 16)]
 
+    @pytest.mark.parametrize("why", ["confined", "frozen", "down"])
+    def test_what_may_not_be_promised_hides_nothing(self, make_desk, why):
+        """B520: the child that shares most lies in a tier that may not be asked; another in RAM shares less."""
+        desk = make_desk(slots=2, caps=[8])
+        desk.save("ab")
+        desk.end_jobs()
+        desk.store.clear(lower_tiers=False)
+        desk.save("ac")
+        desk.end_jobs()
+        desk.store.is_frozen = why == "frozen"
+        desk.is_told(is_healthy=why != "down")
+        located = desk.find("ab", media=["ram"] if why == "confined" else None)
+        assert (desk.read(located), located.num_pending) == ([("ac", 16)], 0)
+
     @pytest.mark.parametrize(("asked", "read"), [("ab", [("aa", 16)]), ("bb", [])])
     def test_the_tokens_are_compared_and_not_only_their_sketch(self, desk, asked, read):
         """B119: a sketch that is equal by chance, or by design, does not make a hit."""

@@ -86,8 +86,8 @@ class Core(Leaving):
         can_fork = last is not None and last.has_children
         if last is not None and tail and len(found) == num_asked:
             can_fork = False
-            best = self.index.best_child(last.key, sketch_of(tail))
-            if best is not None and self._is_reachable(best[0], search_range) and (shared := self._shared(*best, tail)):
+            best = self._best_child(last.key, tail, search_range)
+            if best is not None and (shared := self._shared(*best, tail)):
                 medium = self._medium(best[0], search_range)
                 tokens[medium] += shared
                 chunks[medium] += 1
@@ -108,10 +108,16 @@ class Core(Leaving):
         book = self.tiering.book_of(entry, search_range)
         return book.medium if book is not None else Medium.RAM
 
+    def _best_child(
+        self, parent: bytes, tokens: bytes, search_range: Container[str] | None
+    ) -> tuple[Entry, int] | None:
+        # Of those that may be promised: one that may not hides none that shares less.
+        return self.index.best_child(parent, sketch_of(tokens), lambda entry: self._is_reachable(entry, search_range))
+
     def _fork(self, lease: Lease, parent: bytes, tokens: bytes, search_range: Container[str] | None) -> None:
         # Leases the child of parent that shares most of tokens, if there is one.
-        best = self.index.best_child(parent, sketch_of(tokens))
-        if best is None or not self._is_reachable(best[0], search_range):
+        best = self._best_child(parent, tokens, search_range)
+        if best is None:
             return
         entry, grains = best
         num_before = len(lease.entries)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -289,10 +289,12 @@ class Index:
                 parent.disown(node)
             node = parent
 
-    def best_child(self, parent_key: bytes, sketch: bytes) -> tuple[Entry, int] | None:
-        """The usable child of ``parent_key`` that agrees with ``sketch`` in most leading grains, and in how many.
+    def best_child(
+        self, parent_key: bytes, sketch: bytes, is_wanted: Callable[[Entry], bool]
+    ) -> tuple[Entry, int] | None:
+        """The child of ``parent_key`` that agrees with ``sketch`` in most leading grains, and in how many.
 
-        Among equals one that is in RAM. None if no child agrees in the first grain.
+        Of those that are wanted; among equals one that is in RAM. None if none of them agrees in the first grain.
         """
         parent = self._entries.get(parent_key)
         if parent is None:
@@ -302,7 +304,7 @@ class Index:
         best: tuple[Entry, int] | None = None
         for child in children[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]:
             grains = common_grains(child.sketch, sketch)
-            if not grains or not child.is_usable or (best is not None and grains < best[1]):
+            if not grains or (best is not None and grains < best[1]) or not is_wanted(child):
                 continue
             if best is None or grains > best[1] or best[0].state is not ChunkState.READY:
                 best = child, grains
