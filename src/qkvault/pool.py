@@ -182,7 +182,14 @@ class Pool:
             raise InvariantError(msg)
 
     def close(self) -> None:
-        """Unmap. Views that are still held keep the memory mapped until they go. Idempotent."""
+        """Unmap. Views that are still held keep the addresses until they go. Idempotent.
+
+        What is shared is emptied first, header and payload of a slot at one time: an engine that has nothing to do keeps
+        its mapping until it is asked again, and the next store needs the memory.
+        """
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError, ValueError):  # a kernel that cannot, a pool that is closed
+                self._map.madvise(mmap.MADV_REMOVE)
         self._close_descriptor()
         _unmap(self.memory, self._map)
 
