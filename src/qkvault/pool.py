@@ -184,8 +184,8 @@ class Pool:
     def close(self) -> None:
         """Unmap. Views that are still held keep the addresses until they go. Idempotent.
 
-        What is shared is emptied first, header and payload of a slot at one time: an engine that has nothing to do keeps
-        its mapping until it is asked again, and the next store needs the memory.
+        What is shared is emptied first, header and payload of a slot at one time: an engine that has nothing to do
+        keeps its mapping until it is asked again, and the next store needs the memory.
         """
         if self._descriptor is not None:
             with contextlib.suppress(OSError, ValueError):  # a kernel that cannot, a pool that is closed

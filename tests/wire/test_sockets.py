@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import socket
 import subprocess
 import sys
@@ -46,6 +48,22 @@ class TestCalls:
             pytest.raises(DeadlineExceeded, match="did not answer"),
         ):
             transport.call(m.Check())
+
+    def test_signals_do_not_prolong_a_wait(self, fake_server, address):
+        """B522: such as a profiler's, which come more often than a call may take."""
+        num_left = itertools.count(39, -1)
+        before = signal.signal(signal.SIGALRM, lambda *_: next(num_left) or signal.setitimer(signal.ITIMER_REAL, 0))
+        fake_server()
+        try:
+            with closing(SocketTransport(address, "test", timeout_seconds=0.4)) as transport:
+                signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+                started = time.monotonic()
+                with pytest.raises(DeadlineExceeded):
+                    transport.call(m.Check())
+                assert time.monotonic() - started < 3.0
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def test_a_server_that_does_not_welcome_is_waited_for_no_longer_than_told(self, fake_server, address):
         """Connecting is a call like others."""

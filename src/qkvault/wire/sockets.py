@@ -12,7 +12,6 @@ import os
 import select
 import socket
 import ssl
-import struct
 import threading
 import time
 from typing import Final
@@ -28,12 +27,10 @@ from qkvault.wire.transport import PoolView, Transport
 
 _POLL_SECONDS: Final = 0.0005  # between two looks at a lease that has chunks pending
 _BUFFER_BYTES: Final = 1 << 16  # replies that are longer get one of their own
-_TIMEVAL: Final = struct.Struct("ll")
 _SPIN_SECONDS: Final = 100e-6
 _LATE_SECONDS: Final = 300e-6  # an answer that took less would have been there sooner, had we looked
 _MAX_LATE: Final = 4
 _MIN_WAIT_SECONDS: Final = 1e-4  # the kernel takes 0 for ever
-_WAIT_STEPS: Final = 64  # the parts of a wait that a socket is told it by: to tell it costs a call
 
 
 class Stream:
@@ -47,7 +44,6 @@ class Stream:
         self._is_tls = tls is not None
         self._timeout_seconds = timeout_seconds
         self.begin(time.monotonic() + timeout_seconds)
-        self._wait_seconds = -1.0  # that the socket was told last
         self._num_late = 0  # answers, since the last one that was not
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self.wants_descriptor = address.is_unix
@@ -60,7 +56,7 @@ class Stream:
             plain.close()
             raise
         if tls is None:
-            self._socket.settimeout(None)  # the kernel's own timeouts spare every call a poll
+            self._socket.settimeout(None)  # we ask without blocking, and sleep in ``_await``
 
     def begin(self, deadline: float) -> None:
         """What follows has to be done by ``deadline``, all of it."""
@@ -152,31 +148,22 @@ class Stream:
             raise TimeoutError
         return max(left_seconds, _MIN_WAIT_SECONDS)
 
-    def _limit_wait(self) -> None:
-        # Tell the socket what is left, unless it has been told about the same.
-        left_seconds = self._left_seconds()
-        if abs(self._wait_seconds - left_seconds) * _WAIT_STEPS < left_seconds:
-            return
-        self._wait_seconds = left_seconds
-        if self._is_tls:
-            self._socket.settimeout(left_seconds)
-        else:
-            value = _TIMEVAL.pack(int(left_seconds), int(left_seconds % 1 * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    def _await(self, event: int) -> None:
+        # Signals prolong no poll; they would a timeout of the socket itself.
+        poll = select.poll()
+        poll.register(self._socket, event)
+        if not poll.poll(math.ceil(self._left_seconds() * 1000)):
+            raise TimeoutError
 
     def _send_some(self, data: bytes | memoryview) -> int:
         if self._is_tls:  # in pieces: one call has one wait, however long what it is given
-            self._limit_wait()
+            self._socket.settimeout(self._left_seconds())
             return self._socket.send(data[:_BUFFER_BYTES])
         while True:
             try:
                 return self._socket.send(data, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                pass
-            poll = select.poll()
-            poll.register(self._socket, select.POLLOUT)
-            if not poll.poll(math.ceil(self._left_seconds() * 1000)):
-                raise TimeoutError
+                self._await(select.POLLOUT)
 
     def _read_first(self, view: memoryview) -> int:
         # Most answers take some microseconds, and a core that goes to sleep meanwhile takes longer to wake than the
@@ -199,16 +186,20 @@ class Stream:
                     return 0
 
     def _read(self, view: memoryview) -> int:
-        self._limit_wait()
-        try:
-            if self.wants_descriptor:  # it comes with the first bytes
-                self.wants_descriptor = False
-                data, self.descriptors, _, _ = socket.recv_fds(self._socket, len(view), 1, socket.MSG_CMSG_CLOEXEC)
-                view[: len(data)] = data
-                return _some(len(data))
+        if self._is_tls:
+            self._socket.settimeout(self._left_seconds())
             return _some(self._socket.recv_into(view))
-        except BlockingIOError as error:  # what a timeout of the kernel looks like
-            raise TimeoutError from error
+        if self.wants_descriptor:  # it comes with the first bytes
+            self._await(select.POLLIN)
+            self.wants_descriptor = False
+            data, self.descriptors, _, _ = socket.recv_fds(self._socket, len(view), 1, socket.MSG_CMSG_CLOEXEC)
+            view[: len(data)] = data
+            return _some(len(data))
+        while True:
+            try:
+                return _some(self._socket.recv_into(view, 0, socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                self._await(select.POLLIN)
 
 
 class SocketTransport(Transport):
