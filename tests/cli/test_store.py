@@ -251,7 +251,9 @@ def terminal():
     def start(*arguments):
         command = [sys.executable, "-m", "qkvault", *arguments]
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has its background jobs ignore it
         processes.append(subprocess.Popen(command, stdin=ends[1], stdout=ends[1], stderr=ends[1], env=environment))
+        signal.signal(signal.SIGINT, before)
         return read, processes[0]
 
     yield start

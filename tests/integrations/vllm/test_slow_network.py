@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 LOAD_SECONDS = 0.5
 TIMEOUT_SECONDS = 0.3
-BACK_SECONDS = 2.0  # after that a store that is well again is used again
+BACK_SECONDS = 4.0  # after that a store that is well again is used again: two rests are over
 
 
 @pytest.fixture
