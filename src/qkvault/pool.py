@@ -188,8 +188,7 @@ class Pool:
         keeps its mapping until it is asked again, and the next store needs the memory.
         """
         if self._descriptor is not None:
-            with contextlib.suppress(OSError, ValueError):  # a kernel that cannot, a pool that is closed
-                self._map.madvise(mmap.MADV_REMOVE)
+            _empty(self._map)
         self._close_descriptor()
         _unmap(self.memory, self._map)
 
@@ -323,9 +322,18 @@ class AttachedPool:
         """The bytes ``[offset, offset + num_bytes)``. The caller holds a lease on the slot there."""
         return self.memory[offset : offset + num_bytes]
 
+    def empty(self) -> None:
+        """Give back all memory, wherever it is mapped: who reads on reads zeros. For that of a store that has died."""
+        _empty(self._map)
+
     def close(self) -> None:
         """Unmap. Views that are still held keep the memory mapped until they go. Idempotent."""
         _unmap(self.memory, self._map)
+
+
+def _empty(mapping: mmap.mmap) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a kernel that cannot, a pool that is closed
+        mapping.madvise(mmap.MADV_REMOVE)
 
 
 def _unmap(memory: memoryview, mapping: mmap.mmap) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from qkvault.address import parse_address
 from qkvault.config import Config
-from qkvault.connecting import open_transport
+from qkvault.connecting import open_client, open_transport
 from qkvault.errors import Unavailable
 from qkvault.memory import meminfo
 from qkvault.testing.transport_contract import find, read, save, until
@@ -388,3 +388,17 @@ class TestKill:
                 time.sleep(0.001)
         client.check()
         assert find(client, "ccdd").lease_id == 0
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+    def test_an_idle_client_keeps_no_memory_of_a_killed_server(self, start, number):
+        """B523: the next sign of life finds that it has died, and gives the pages back; one that is stuck has them."""
+        server = start().wait_ready()
+        with closing(open_client(Config(timeout_seconds=1.0), "idle", address=server.address)) as client:
+            save(client, "aabb")
+            ref = next(iter(find(client, "aabb").ready))
+            assert any(client.pool.view(ref.offset, ref.image_bytes))
+            os.kill(server.pid, number)
+            with pytest.raises(Unavailable):
+                client.ping()
+            assert any(client.pool.view(ref.offset, ref.image_bytes)) == (number is signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGKILL)

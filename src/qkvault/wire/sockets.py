@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from typing import Final
@@ -30,6 +31,7 @@ _BUFFER_BYTES: Final = 1 << 16  # replies that are longer get one of their own
 _SPIN_SECONDS: Final = 100e-6
 _LATE_SECONDS: Final = 300e-6  # an answer that took less would have been there sooner, had we looked
 _MAX_LATE: Final = 4
+_EXIT_SECONDS: Final = 0.02  # a process that is killed ends that soon after its sockets
 _MIN_WAIT_SECONDS: Final = 1e-4  # the kernel takes 0 for ever
 
 
@@ -55,6 +57,7 @@ class Stream:
         except BaseException:
             plain.close()
             raise
+        self._process = _process_behind(plain) if address.is_unix else None
         if tls is None:
             self._socket.settimeout(None)  # we ask without blocking, and sleep in ``_await``
 
@@ -106,10 +109,18 @@ class Stream:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def is_orphaned(self) -> bool:
+        """Whether the process at the other end has ended, as far as can be known: it is on this machine."""
+        process, poll = self._process, select.poll()
+        if process is not None:
+            poll.register(process, select.POLLIN)
+        return process is not None and bool(poll.poll(_EXIT_SECONDS * 1000))
+
     def close(self) -> None:
         """Close the socket, and what was received and never taken."""
         self._socket.close()
-        for descriptor in self.descriptors:
+        process, self._process = self._process, None
+        for descriptor in [*self.descriptors, *(() if process is None else (process,))]:
             os.close(descriptor)
         self.descriptors = []
 
@@ -228,6 +239,7 @@ class SocketTransport(Transport):
         self._sequence = 0
         self._is_usable = True
         self.epoch = None  # it has not said so yet
+        self._pool_of_store: AttachedPool | None = None  # if it is mapped here
         self._allowed_seconds = timeout_seconds  # for what is under way
         where = parse_address(address)
         try:
@@ -289,10 +301,11 @@ class SocketTransport(Transport):
             msg = f"the store at {self.address} did not welcome us: it sent no pool"
             raise ProtocolError(msg)
         try:
-            return AttachedPool(self._stream.descriptors.pop(), welcome.pool_bytes)
+            self._pool_of_store = AttachedPool(self._stream.descriptors.pop(), welcome.pool_bytes)
         except (OSError, ConfigError) as error:
             msg = f"the pool of the store at {self.address} cannot be mapped: {error}"
             raise Unavailable(msg) from error
+        return self._pool_of_store
 
     def _say_hello(self, hello: m.Hello) -> m.Welcome:
         head, welcome = self._exchange(hello)
@@ -320,6 +333,8 @@ class SocketTransport(Transport):
                 self._stream.bear_silence()
             answer = self._receive(exact=exact)
         except OSError as error:
+            if not isinstance(error, TimeoutError):
+                self._bury()
             raise self._lost(error) from error
         self._is_usable = True
         return answer
@@ -334,11 +349,26 @@ class SocketTransport(Transport):
             raise Unavailable(msg)
         return head, codec.decode_reply(body)
 
+    def _bury(self) -> None:
+        # A store that was killed leaves its memory to whoever maps it, and the next one needs it.
+        pool = self._pool_of_store
+        if pool is not None and self._stream.is_orphaned():
+            pool.empty()
+
     def _lost(self, error: OSError) -> Unavailable:
         if isinstance(error, TimeoutError):
             limit = f"{self._allowed_seconds:g} s (timeout_seconds)"
             return DeadlineExceeded(f"the store at {self.address} did not answer in {limit}")
         return Unavailable(f"no store answers at {self.address}: {error}")
+
+
+def _process_behind(plain: socket.socket) -> int | None:
+    # A descriptor of the process that listens, lest its number be given to another one.
+    try:
+        pid, _, _ = struct.unpack("3i", plain.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return os.pidfd_open(pid)
+    except OSError:  # an older kernel, or a process of which this container knows nothing
+        return None
 
 
 def _some(count: int) -> int:
