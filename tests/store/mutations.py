@@ -424,6 +424,21 @@ MUTATIONS = {
         "                else:\n                    wipe_header(view)\n",
         "",
     ),
+    "memory of what is being written is given back": (
+        REMOTE,
+        "if granule not in held]",
+        "if granule >= 0]",
+    ),
+    "a fetch goes over what is being written": (
+        REMOTE,
+        "        if any(offset < end and ref.offset",
+        "        if any(offset > end and ref.offset",
+    ),
+    "what may not be promised hides what may": (
+        INDEX,
+        "grains < best[1]) or not is_wanted(child):",
+        "grains < best[1]) or not child.is_usable:",
+    ),
     "a fetch shows what is not whole": (
         REMOTE,
         "        if not isinstance(end, m.Done):\n",
