@@ -388,6 +388,19 @@ def test_a_deletion_that_failed_is_made_up_for(disk, slots, faulty_os, root):
     assert disk.store(new).done
 
 
+def test_what_came_after_a_deletion_that_failed_was_left_on_the_disk(make_disk, slots, small_disk):
+    """B500."""
+    disk = make_disk(small_disk / "tier")
+    old, new = [slots.image(n) for n in range(4)], slots.image(4)
+    disk.store(*old)
+    remount(small_disk, "ro")
+    assert disk.store(new, delete_first=[piece.key for piece in old]).failed == ((new.key, "unavailable"),)
+    assert disk.tier.counters.delete_unavailable == len(old)
+    remount(small_disk, "rw")
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert not list((small_disk / "tier").rglob("*.qkv"))
+
+
 # Stuck
 
 

@@ -222,14 +222,19 @@ class Workers:
             job = task.progress.job
             if task.piece is not None:
                 return self._run(job.kind, task.piece, job)
-            for key in job.delete_first:
-                piece = Piece(key, memoryview(b""))
-                reason = self._run(JobKind.DELETE, piece, job)
-                with self._lock:
-                    self._count(JobKind.DELETE, piece, reason)
-                if reason not in (None, ABSENT):
-                    return reason
+            return self._delete_first(job)
         return None
+
+    def _delete_first(self, job: TierJob) -> str | None:
+        # All of it, also after one has failed: the store counts each as gone. Returns the first reason why not.
+        first = None
+        for key in job.delete_first:
+            piece = Piece(key, memoryview(b""))
+            reason = self._run(JobKind.DELETE, piece, job)
+            with self._lock:
+                self._count(JobKind.DELETE, piece, reason)
+            first = first or (reason if reason != ABSENT else None)
+        return first
 
     def _end(self, number: int, task: _Task, reason: str | None) -> bool:
         with self._lock:
