@@ -271,6 +271,42 @@ def test_a_directory_that_vanishes_is_made_again(make_disk, slots, root, caplog)
         make_disk()
 
 
+def test_a_directory_that_came_back_was_filled_beyond_its_cap_and_outlived_a_clear(make_disk, slots, root, caplog):
+    """B501: as a mount does. No book knows what it holds by then: it goes before anything is read or written."""
+    disk, away = make_disk(), root.with_name("away")
+    stored = [slots.image(n) for n in range(3)]
+    disk.store(*stored)
+    root.rename(away)
+    assert disk.load(slots.blank_for(stored[0])).failed == ((stored[0].key, "unavailable"),)
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    shutil.rmtree(root)
+    away.rename(root)
+    assert disk.load(slots.blank(key_of(9), 5000)).failed == ((key_of(9), "unavailable"),)
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.tier.num_losses == 2
+    assert not list(root.rglob("*.qkv"))
+    assert len(lines(caplog, f"directory_replaced tier=disk path={root} removed=3")) == 1
+    assert disk.store(stored[0]).done
+    assert disk.load(slots.blank_for(stored[0])).done
+
+
+def test_a_directory_that_came_back_and_cannot_be_emptied_is_not_used_until_it_can(make_disk, slots, root, faulty_os):
+    """B501."""
+    disk, away = make_disk(), root.with_name("away")
+    stored = slots.image(1)
+    disk.store(stored)
+    shutil.copytree(root, away)
+    root.rename(root.with_name("first"))
+    away.rename(root)
+    faulty_os.faults["unlink"] = errno.EROFS
+    assert disk.load(slots.blank(key_of(2), 5000)).failed == ((key_of(2), "unavailable"),)
+    wait_until(lambda: not disk.tier.is_healthy and disk.tier.num_losses == 1)
+    assert not disk.tier.can_store
+    faulty_os.faults.clear()
+    wait_until(lambda: disk.tier.is_healthy and disk.tier.can_store)
+    assert not list(root.rglob("*.qkv"))
+
+
 def test_the_parent_of_a_directory_is_not_made_again(make_disk, slots, tmp_path):
     """It may be where a disk was mounted: the one below would be filled instead."""
     disk = make_disk(tmp_path / "mount" / "tier")

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -82,6 +83,7 @@ class DiskTier(Tier):
         self._room_bytes = 0  # image that did not fit; by workers
         self._owed: deque[bytes] = deque()  # keys whose removal failed, removed before writing recovers; by workers
         self._spares = files.Spares()
+        self._is_replaced = False  # the directory came in place of another, and may hold what no book knows; by workers
         self._is_purged = False
         self._lock = files.DirectoryLock(self._root)
         try:
@@ -170,7 +172,9 @@ class DiskTier(Tier):
     def purge(self) -> int:
         """See the interface. Files that are not ours stay; ``close`` then removes the lock as well."""
         self._is_purged = True
-        return listing.remove_all(self._root)
+        with suppress(OSError):
+            return listing.remove_all(self._root)[0]
+        return 0
 
     def _tend(self) -> None:
         """Look after what hangs and what is down. By the caller's thread; does not block."""
@@ -287,7 +291,11 @@ class DiskTier(Tier):
         """See whether what is down works again, and make the directory anew if it is gone."""
         try:
             Path(self._root).mkdir(0o700, exist_ok=True)  # not its parents: a mount that is gone is not replaced
-            self.num_losses += self._lock.take()
+            if self._lock.take():
+                self.num_losses += 1
+                self._is_replaced = True
+            if self._is_replaced:
+                self._empty()
             if not self._reads.is_up:
                 files.probe_read(self._root, direct=self._direct)
                 self._reads.recover()
@@ -305,6 +313,15 @@ class DiskTier(Tier):
                     side.report(str(error))
         finally:
             self._is_probing = False
+
+    def _empty(self) -> None:
+        """Remove what is in a directory that came in place of the last one: no book knows it. Raises OSError."""
+        num_removed, left = listing.remove_all(self._root)
+        if num_removed:
+            _log.warning("directory_replaced", tier=self.name, path=self._root, removed=num_removed, left=len(left))
+        if left:
+            raise OSError(errno.ENOTEMPTY, f"{len(left)} chunks of another directory cannot be removed")
+        self._is_replaced = False
 
 
 def _image_bytes(header: Header, piece: Piece) -> int | None:

@@ -129,19 +129,25 @@ def remove(path: str) -> bool:
     return True
 
 
-def remove_all(root: str) -> int:
-    """Remove all that is ours and can be removed, but for the lock. Returns how many chunks that was."""
-    num_chunks = 0
-    with suppress(OSError):
-        for entry in walk(root):
-            if entry.kind is not FileKind.FOREIGN:
-                num_chunks += remove(entry.path) and entry.kind is FileKind.CHUNK
-        for top in _list(root):
-            if _is_folder(top, _SPACE_NAME):
-                for folder in (*(shard.path for shard in _list(top.path) if _is_folder(shard, _SHARD_NAME)), top.path):
-                    with suppress(OSError):  # not empty
-                        Path(folder).rmdir()
-    return num_chunks
+def remove_all(root: str) -> tuple[int, list[bytes]]:
+    """Remove all that is ours and can be removed, but for the lock: how many chunks that was, and those that stay.
+
+    Raises OSError if the directory cannot be listed.
+    """
+    num_chunks, left = 0, []
+    for entry in walk(root):
+        if entry.kind is FileKind.TEMPORARY:
+            remove(entry.path)
+        elif entry.kind is FileKind.CHUNK and remove(entry.path):
+            num_chunks += 1
+        elif entry.kind is FileKind.CHUNK:
+            left.append(entry.key)
+    for top in _list(root):
+        if _is_folder(top, _SPACE_NAME):
+            for folder in (*(shard.path for shard in _list(top.path) if _is_folder(shard, _SHARD_NAME)), top.path):
+                with suppress(OSError):  # not empty
+                    Path(folder).rmdir()
+    return num_chunks, left
 
 
 def _header_of(path: str, head: bytes | OSError, num_bytes: int) -> Header | OSError | None:
