@@ -452,3 +452,43 @@ def test_draining_waits_for_what_a_tier_has_missed(tmp_path, faults):
         until(lambda: driver.manager.tiering.is_behind or num_on_disk(client) == 2)
         assert driver.drain(WAIT_SECONDS)
         assert num_on_disk(client) == 2
+
+
+@pytest.fixture
+def unreadable(tmp_path, monkeypatch):
+    """Listing this directory, and reading what is in it, fails until it is taken off the list."""
+    look, read, roots = os.scandir, os.preadv, []
+
+    def fail_if(*, holds):
+        if roots and holds and threading.current_thread().name.startswith("qkvault-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "scandir", lambda path: (fail_if(holds=path in roots), look(path))[1])
+    monkeypatch.setattr(os, "preadv", lambda *args: (fail_if(holds=True), read(*args))[1])
+    return roots
+
+
+def test_what_a_disk_that_could_not_be_read_at_start_holds_is_found_later(tmp_path, unreadable):
+    """B503."""
+    with run(tmp_path) as driver:
+        save(connect(driver), "aabb")
+        assert driver.drain(WAIT_SECONDS)
+    unreadable.append(str(tmp_path))
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        until(lambda: not driver.tiers[0].is_healthy)
+        assert num_on_disk(client) == 0
+        unreadable.clear()
+        assert driver.drain(WAIT_SECONDS)
+        assert num_on_disk(client) == 2
+        driver.check()
+
+
+def test_closing_does_not_wait_for_a_disk_that_cannot_be_scanned(tmp_path, unreadable):
+    """B503."""
+    unreadable.append(str(tmp_path))
+    with run(tmp_path) as driver:
+        until(lambda: not driver.tiers[0].is_healthy)
+        start = time.monotonic()
+        driver.close()
+        assert time.monotonic() - start < WAIT_SECONDS / 4

@@ -124,6 +124,8 @@ class Tier(ABC):
     def scan(self) -> Iterator[Sequence[Found]]:
         """What is here already, in batches, oldest use first. Runs on a thread of the caller's; may take long.
 
+        It may be left after any batch: one that waits for its storage yields empty ones now and then.
+
         Jobs may run meanwhile. Anything that is not a whole chunk of ours is removed or skipped, never returned.
         """
 

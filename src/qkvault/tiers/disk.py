@@ -30,6 +30,8 @@ from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, Workers
 from qkvault.types import Medium
 
 PROBE_SECONDS: Final = 2.0
+_SCAN_REST_SECONDS: Final = 0.1  # between two looks whether the disk can be read again
+_MAX_SCAN_RESTS: Final = 300  # of one scan
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_THE_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # this process is short of something
 
@@ -150,15 +152,31 @@ class DiskTier(Tier):
         self._lock.release(remove=self._is_purged)
 
     def scan(self) -> Iterator[Sequence[Found]]:
-        """Reads the headers of all files; payloads are checked when they are loaded. See the interface."""
+        """Reads the headers of all files; payloads are checked when they are loaded. See the interface.
+
+        Begins again, with empty batches in between, after the disk could not be read for some 30 s at most.
+        """
         start, num_found, before = time.monotonic(), 0, self._scan.removed.total()
-        try:
-            for found in self._scan.run():
-                num_found += len(found)
-                yield found
-        except OSError as error:
-            self._judge(error, self._reads)
-            _log.warning("disk_scan_ended_early", tier=self.name, path=self._root, error=error)
+        rests = iter(range(_MAX_SCAN_RESTS))
+        while True:
+            try:
+                num_found = 0
+                for found in self._scan.run():
+                    num_found += len(found)
+                    yield found
+                break
+            except OSError as error:
+                if not self._is_only_of_file(error):
+                    self._judge(error, self._reads)
+                problem = str(error)
+            for _ in rests:
+                yield ()
+                time.sleep(_SCAN_REST_SECONDS)
+                if self._reads.is_up:
+                    break
+            else:
+                _log.warning("disk_scan_ended_early", tier=self.name, path=self._root, error=problem)
+                break
         num_removed = self._scan.removed.total() - before
         fields = {"chunks": num_found, "removed": num_removed, "seconds": time.monotonic() - start}
         _log.info("disk_scanned", tier=self.name, **fields)

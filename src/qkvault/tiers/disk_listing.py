@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -40,28 +40,46 @@ class Entry(NamedTuple):
     modified: int  # nanoseconds
 
 
-def walk(root: str) -> Iterator[Entry]:
-    """Every file below ``root`` but the lock, in no order. Follows no links; what vanishes meanwhile is left out."""
+def never(error: OSError) -> bool:
+    """For ``is_skipped``: nothing is."""
+    del error
+    return False
+
+
+def always(error: OSError) -> bool:
+    """For ``is_skipped``: whatever cannot be looked at is."""
+    del error
+    return True
+
+
+def walk(root: str, is_skipped: Callable[[OSError], bool] = never) -> Iterator[Entry]:
+    """Every file below ``root`` but the lock, in no order. Follows no links; what vanishes meanwhile is left out.
+
+    ``is_skipped(error)``: go on after a folder or file that could not be looked at. Raises OSError for the others, and
+    for ``root``.
+    """
     for top in _list(root):
         if top.name in (LOCK_NAME, PROBE_NAME):
             continue
-        yield from _walk_space(top) if _is_folder(top, _SPACE_NAME) else _foreign(top)
+        yield from _walk_space(top, is_skipped) if _is_folder(top, _SPACE_NAME) else _foreign(top)
 
 
 def keys_by_space(root: str) -> Iterator[Iterator[bytes]]:
     """The chunks of each space below ``root``, in no order. Reads no more of the directory than is asked for."""
     for top in _list(root):
         if _is_folder(top, _SPACE_NAME):
-            yield (entry.key for entry in _walk_space(top) if entry.kind is FileKind.CHUNK)
+            yield (entry.key for entry in _walk_space(top, always) if entry.kind is FileKind.CHUNK)
 
 
-def take_stock(root: str, owner: str) -> tuple[list[tuple[int, int, str, bytes]], int]:
-    """All chunks below ``root``, oldest use first: time of that, bytes of the file, path, key.
+def take_stock(
+    root: str, owner: str, is_skipped: Callable[[OSError], bool]
+) -> tuple[list[tuple[int, int, str, bytes]], int]:
+    """All chunks below ``root``, oldest use first: time of that, bytes of the file, path, key. As ``walk``.
 
     Removes temporary files of others than ``owner``, who have died; the second value is how many.
     """
     chunks, num_removed = [], 0
-    for entry in walk(root):
+    for entry in walk(root, is_skipped):
         if entry.kind is FileKind.CHUNK:
             chunks.append((entry.modified, entry.num_bytes, entry.path, entry.key))
         elif entry.kind is FileKind.TEMPORARY and entry.owner != owner:
@@ -132,10 +150,10 @@ def remove(path: str) -> bool:
 def remove_all(root: str) -> tuple[int, list[bytes]]:
     """Remove all that is ours and can be removed, but for the lock: how many chunks that was, and those that stay.
 
-    Raises OSError if the directory cannot be listed.
+    A folder that cannot be listed is passed over. Raises OSError if that is ``root``.
     """
     num_chunks, left = 0, []
-    for entry in walk(root):
+    for entry in walk(root, always):
         if entry.kind is FileKind.TEMPORARY:
             remove(entry.path)
         elif entry.kind is FileKind.CHUNK and remove(entry.path):
@@ -144,7 +162,8 @@ def remove_all(root: str) -> tuple[int, list[bytes]]:
             left.append(entry.key)
     for top in _list(root):
         if _is_folder(top, _SPACE_NAME):
-            for folder in (*(shard.path for shard in _list(top.path) if _is_folder(shard, _SHARD_NAME)), top.path):
+            shards = [shard.path for shard in _list(top.path, always) if _is_folder(shard, _SHARD_NAME)]
+            for folder in (*shards, top.path):
                 with suppress(OSError):  # not empty
                     Path(folder).rmdir()
     return num_chunks, left
@@ -184,21 +203,25 @@ def _read_and_close(descriptor: int | OSError, num_bytes: int) -> bytes | OSErro
         os.close(descriptor)
 
 
-def _list(folder: str) -> list[os.DirEntry[str]]:
+def _list(folder: str, is_skipped: Callable[[OSError], bool] = never) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        if is_skipped(error):
+            return []
+        raise
 
 
-def _walk_space(top: os.DirEntry[str]) -> Iterator[Entry]:
-    for shard in _list(top.path):
+def _walk_space(top: os.DirEntry[str], is_skipped: Callable[[OSError], bool]) -> Iterator[Entry]:
+    for shard in _list(top.path, is_skipped):
         if not _is_folder(shard, _SHARD_NAME):
             yield from _foreign(shard)
             continue
-        for file in _list(shard.path):
-            if (entry := _entry(file, top.name, shard.name)) is not None:
+        for file in _list(shard.path, is_skipped):
+            if (entry := _entry(file, top.name, shard.name, is_skipped)) is not None:
                 yield entry
 
 
@@ -215,11 +238,15 @@ def _foreign(entry: os.DirEntry[str]) -> Iterator[Entry]:
         yield found
 
 
-def _entry(file: os.DirEntry[str], space: str = "", shard: str = "") -> Entry | None:
+def _entry(
+    file: os.DirEntry[str], space: str = "", shard: str = "", is_skipped: Callable[[OSError], bool] = never
+) -> Entry | None:
     try:
         status = file.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or is_skipped(error):
+            return None
+        raise
     match = _FILE_NAME.fullmatch(file.name) if space else None
     if match is None or not match[1].startswith(shard) or not stat.S_ISREG(status.st_mode):
         return Entry(file.path, FileKind.FOREIGN, b"", "", status.st_size, status.st_mtime_ns)

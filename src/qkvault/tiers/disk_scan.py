@@ -9,12 +9,15 @@ from contextlib import suppress
 from typing import Final
 
 from qkvault.image import ALIGNMENT_BYTES, Header
+from qkvault.logs import get_logger
 from qkvault.tiers import disk_files as files
 from qkvault.tiers import disk_listing as listing
 from qkvault.tiers.base import Found
 
 SCAN_BATCH: Final = 128  # chunks, whose files are open at the same time
 _SAMPLE_TRIES: Final = 16  # files of one space that are read until one is a whole chunk
+
+_log = get_logger("tiers")
 
 
 class DiskScan:
@@ -29,8 +32,20 @@ class DiskScan:
         self._head_bytes = ALIGNMENT_BYTES  # longest header seen, read of a file at first; a lost update costs a read
 
     def run(self) -> Iterator[list[Found]]:
-        """All chunks in batches, oldest use first; what is none is removed. Raises OSError if it cannot be read."""
-        chunks, num_leftovers = listing.take_stock(self._root, self._owner)
+        """All chunks in batches, oldest use first; what is none is removed. Raises OSError if it cannot be read.
+
+        What cannot be looked at, while the disk can be read otherwise, is left out; the log says so once.
+        """
+        skipped: list[OSError] = []
+
+        def is_skipped(error: OSError) -> bool:
+            is_one = self._is_only_of_file(error)
+            skipped.extend([error] * is_one)
+            return is_one
+
+        chunks, num_leftovers = listing.take_stock(self._root, self._owner, is_skipped)
+        if skipped:
+            _log.warning("disk_scan_skipped", path=self._root, num_skipped=len(skipped), first=skipped[0])
         self.removed["leftover"] += num_leftovers
         for at in range(0, len(chunks), SCAN_BATCH):
             batch, found = chunks[at : at + SCAN_BATCH], []
