@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -492,3 +493,32 @@ def test_closing_does_not_wait_for_a_disk_that_cannot_be_scanned(tmp_path, unrea
         start = time.monotonic()
         driver.close()
         assert time.monotonic() - start < WAIT_SECONDS / 4
+
+
+@pytest.mark.parametrize("threads", ["qkvault-", ""], ids=["until the end", "for ever"])
+def test_files_that_could_not_be_removed_outlived_a_clear(tmp_path, monkeypatch, caplog, threads):
+    """B504: they are tried once more at the end, and counted; a restart finds them, and a clear removes them then."""
+    unlink, refused = Path.unlink, [threads]
+
+    def refuse(path, **kwargs):
+        if path.suffix == ".qkv" and any(threading.current_thread().name.startswith(name) for name in refused):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return unlink(path, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        client.clear()
+        assert driver.drain(WAIT_SECONDS)
+        num_left = 0 if threads else 2
+        assert driver.close() == num_left
+    assert len(list(tmp_path.rglob("*.qkv"))) == num_left
+    assert ("chunks_not_removed chunks=2 tiers=disk" in caplog.text) is (not threads)
+    refused.clear()
+    assert found_after_restart(tmp_path, "aabb") == num_left * 32
+    with run(tmp_path) as driver:
+        assert driver.drain(WAIT_SECONDS)
+        connect(driver).clear()
+    assert not list(tmp_path.rglob("*.qkv"))

@@ -133,7 +133,7 @@ class Tier(ABC):
     def contains(self, key: bytes) -> bool | None:
         """Whether ``key`` seems to be here, at the cost of one cheap call; None if that cannot be told cheaply.
 
-        A hint: only a LOAD proves it.
+        A hint: only a LOAD proves it. Also asked after ``close``, of what should have been deleted.
         """
 
     def find(self, keys: Sequence[bytes]) -> list[Found]:

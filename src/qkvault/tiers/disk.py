@@ -147,7 +147,9 @@ class DiskTier(Tier):
         return self._workers.drain(timeout_seconds)
 
     def close(self) -> None:
-        self._workers.close()
+        if self._workers.close() and self._lock.is_held:
+            for key in self._owed:
+                listing.remove(files.path_of(self._root, key))
         self._spares.drop()
         self._lock.release(remove=self._is_purged)
 
