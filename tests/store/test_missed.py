@@ -18,12 +18,14 @@ from qkvault.testing.transport_contract import (
     connect,
     find,
     make_driver,
+    prompt,
     read,
     save,
     until,
 )
 from qkvault.tiers.base import JobKind, JobResult
 from qkvault.tiers.disk import DiskTier
+from qkvault.tiers.disk_files import path_of
 
 
 def num_stores(desk):
@@ -522,3 +524,16 @@ def test_files_that_could_not_be_removed_outlived_a_clear(tmp_path, monkeypatch,
         assert driver.drain(WAIT_SECONDS)
         connect(driver).clear()
     assert not list(tmp_path.rglob("*.qkv"))
+
+
+def test_what_the_disk_refuses_stays_in_ram_and_is_not_tried_again_at_once(tmp_path):
+    """B505."""
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        for chunk in prompt("aabb"):
+            Path(path_of(str(tmp_path), chunk.key)).mkdir(parents=True)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        assert [medium.num_chunks for medium in client.status().media] == [2, 0]
+        assert driver.manager.ledger.counters.failed["disk", "refused"] == 2
+        assert not driver.tiers[0].problems

@@ -201,7 +201,7 @@ def test_one_folder_that_could_not_be_listed_ended_a_scan_with_nothing_found(
     assert set(keys_of(disk)) == rest
     assert disk.tier.is_healthy
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"disk_scan_skipped path={root} num_skipped=2 first=")
+    assert line.startswith("disk_scan_skipped tier=disk num_skipped=2 first=")
     assert {found.key[:16] for found in disk.tier.sample()} == {stored[0].key[:16]}
     assert disk.tier.purge() == len(rest)
 
@@ -241,9 +241,9 @@ def test_a_disk_that_could_not_be_read_for_a_while_was_never_scanned(disk, store
 
 def test_a_scan_does_not_wait_for_a_disk_without_end(disk, stored, root, monkeypatch, caplog):
     """B503."""
-    monkeypatch.setattr("qkvault.tiers.disk._MAX_SCAN_RESTS", 2)
+    monkeypatch.setattr("qkvault.tiers.disk_scan._MAX_RESTS", 2)
     refusing(monkeypatch, root, code=errno.EIO)
-    assert list(disk.tier.scan()) == [(), ()]
+    assert list(disk.tier.scan()) == [[], []]
     assert caplog.text.count("disk_scan_ended_early") == 1
 
 

@@ -17,7 +17,7 @@ from qkvault.store.book import TierBook
 from qkvault.store.index import Entry, Index
 from qkvault.store.missed import is_wanted
 from qkvault.store.room import Room
-from qkvault.store.tier_jobs import ABSENT, CORRUPT, SUPERSEDED, UNAVAILABLE, TierJobs
+from qkvault.store.tier_jobs import ABSENT, CORRUPT, REFUSED, SUPERSEDED, UNAVAILABLE, TierJobs
 from qkvault.tiers.base import Found, JobKind, JobResult, Tier
 from qkvault.types import CacheKind, ChunkState, Medium
 
@@ -286,6 +286,6 @@ class Tiering(TierJobs):
         book.count(entry, -1)
         if not reason:
             self._drop(book, entry.key, again=True)
-        elif reason != CORRUPT:
+        elif reason not in (CORRUPT, REFUSED):
             self._miss(book, entry)
             book.rest()

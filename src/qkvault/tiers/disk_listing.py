@@ -19,6 +19,7 @@ _SPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _SHARD_NAME: Final = re.compile(r"[0-9a-f]{2}")
 _FILE_NAME: Final = re.compile(r"([0-9a-f]{64})(?:\.qkv|\.([0-9a-f]+)-[0-9]+\.tmp)")
 _MAX_HEAD_BYTES: Final = 1 << 22
+Skip = Callable[[OSError], bool]
 
 
 class FileKind(str, Enum):
@@ -40,19 +41,15 @@ class Entry(NamedTuple):
     modified: int  # nanoseconds
 
 
-def never(error: OSError) -> bool:
-    """For ``is_skipped``: nothing is."""
-    del error
+def _never(_error: OSError) -> bool:
     return False
 
 
-def always(error: OSError) -> bool:
-    """For ``is_skipped``: whatever cannot be looked at is."""
-    del error
+def _always(_error: OSError) -> bool:
     return True
 
 
-def walk(root: str, is_skipped: Callable[[OSError], bool] = never) -> Iterator[Entry]:
+def walk(root: str, is_skipped: Skip = _never) -> Iterator[Entry]:
     """Every file below ``root`` but the lock, in no order. Follows no links; what vanishes meanwhile is left out.
 
     ``is_skipped(error)``: go on after a folder or file that could not be looked at. Raises OSError for the others, and
@@ -68,12 +65,10 @@ def keys_by_space(root: str) -> Iterator[Iterator[bytes]]:
     """The chunks of each space below ``root``, in no order. Reads no more of the directory than is asked for."""
     for top in _list(root):
         if _is_folder(top, _SPACE_NAME):
-            yield (entry.key for entry in _walk_space(top, always) if entry.kind is FileKind.CHUNK)
+            yield (entry.key for entry in _walk_space(top, _always) if entry.kind is FileKind.CHUNK)
 
 
-def take_stock(
-    root: str, owner: str, is_skipped: Callable[[OSError], bool]
-) -> tuple[list[tuple[int, int, str, bytes]], int]:
+def take_stock(root: str, owner: str, is_skipped: Skip) -> tuple[list[tuple[int, int, str, bytes]], int]:
     """All chunks below ``root``, oldest use first: time of that, bytes of the file, path, key. As ``walk``.
 
     Removes temporary files of others than ``owner``, who have died; the second value is how many.
@@ -153,7 +148,7 @@ def remove_all(root: str) -> tuple[int, list[bytes]]:
     A folder that cannot be listed is passed over. Raises OSError if that is ``root``.
     """
     num_chunks, left = 0, []
-    for entry in walk(root, always):
+    for entry in walk(root, _always):
         if entry.kind is FileKind.TEMPORARY:
             remove(entry.path)
         elif entry.kind is FileKind.CHUNK and remove(entry.path):
@@ -162,7 +157,7 @@ def remove_all(root: str) -> tuple[int, list[bytes]]:
             left.append(entry.key)
     for top in _list(root):
         if _is_folder(top, _SPACE_NAME):
-            shards = [shard.path for shard in _list(top.path, always) if _is_folder(shard, _SHARD_NAME)]
+            shards = [shard.path for shard in _list(top.path, _always) if _is_folder(shard, _SHARD_NAME)]
             for folder in (*shards, top.path):
                 with suppress(OSError):  # not empty
                     Path(folder).rmdir()
@@ -203,7 +198,7 @@ def _read_and_close(descriptor: int | OSError, num_bytes: int) -> bytes | OSErro
         os.close(descriptor)
 
 
-def _list(folder: str, is_skipped: Callable[[OSError], bool] = never) -> list[os.DirEntry[str]]:
+def _list(folder: str, is_skipped: Skip = _never) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -215,7 +210,7 @@ def _list(folder: str, is_skipped: Callable[[OSError], bool] = never) -> list[os
         raise
 
 
-def _walk_space(top: os.DirEntry[str], is_skipped: Callable[[OSError], bool]) -> Iterator[Entry]:
+def _walk_space(top: os.DirEntry[str], is_skipped: Skip) -> Iterator[Entry]:
     for shard in _list(top.path, is_skipped):
         if not _is_folder(shard, _SHARD_NAME):
             yield from _foreign(shard)
@@ -238,9 +233,7 @@ def _foreign(entry: os.DirEntry[str]) -> Iterator[Entry]:
         yield found
 
 
-def _entry(
-    file: os.DirEntry[str], space: str = "", shard: str = "", is_skipped: Callable[[OSError], bool] = never
-) -> Entry | None:
+def _entry(file: os.DirEntry[str], space: str = "", shard: str = "", is_skipped: Skip = _never) -> Entry | None:
     try:
         status = file.stat(follow_symlinks=False)
     except OSError as error:
