@@ -28,7 +28,7 @@ Values = Mapping[Labels, float]  # values of the labels, in the metric's order, 
 INSTANCE: Final = "instance_id"
 TIERS: Final = ("disk",)
 REMOVAL_REASONS: Final = ("evicted", "cleared", "forgotten", "superseded", "cooled", "absent", "corrupt")
-FAILURE_REASONS: Final = ("absent", "corrupt", "unavailable")
+FAILURE_REASONS: Final = ("absent", "corrupt", "refused", "unavailable")
 DROP_REASONS: Final = (  # of queries; a test holds them against qkvault.capture, a layer above
     "not_computed", "ring_full", "bad_blocks", "row_missing", "layer_missing", "ended", "no_room", "not_stored",
 )  # fmt: skip

@@ -494,6 +494,54 @@ class TestTheEnd:
                 client.clear()
             assert driver.close(drain_seconds=0.0, purge=not is_cleared) == 0
 
+    def test_what_was_cleared_and_not_removed_came_back_and_nobody_said_so(self, caplog):
+        """B504: counted is what was never removed and what no thread had come to, unless the tier denies to have it."""
+        for is_removed in (False, True):
+            caplog.clear()
+            tier = FaultyTier(DictTier())
+            tier.inner.close = lambda: None
+            driver = make_driver(tier)
+            client = connect(driver)
+            save(client, "aabb")
+            assert driver.drain(WAIT_SECONDS)
+            tier.has_vanished = True
+            client.clear()
+            assert driver.drain(WAIT_SECONDS)
+            tier.has_vanished = False
+            if is_removed:
+                tier.inner.images.clear()
+            assert driver.close() == (0 if is_removed else 2)
+            assert ("chunks_not_removed chunks=2 tiers=dict" in caplog.text) is not is_removed
+
+    def test_what_leaves_by_and_by_and_had_not_gone_was_not_told(self, monkeypatch):
+        """B504."""
+        monkeypatch.setattr("qkvault.store.leaving.Leaving.work_off", lambda *_: None)
+        tier = DictTier()
+        tier.close = lambda: None
+        driver = make_driver(tier)
+        client = connect(driver)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        client.clear()
+        assert driver.close(drain_seconds=0.0) == 2
+
+    def test_what_was_stored_anew_is_not_counted_as_left(self):
+        """B504."""
+        tier = FaultyTier(DictTier())
+        tier.inner.close = lambda: None
+        driver = make_driver(tier)
+        client = connect(driver)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        tier.has_vanished = True
+        client.clear()
+        assert driver.drain(WAIT_SECONDS)
+        tier.has_vanished = False
+        until(lambda: driver.manager.tiering.books[0].is_healthy)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        assert driver.close() == 0
+
     def test_purging_empties_the_tiers(self):
         """After the last job, lest it writes once more."""
         calls = []

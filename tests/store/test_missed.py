@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -17,12 +18,14 @@ from qkvault.testing.transport_contract import (
     connect,
     find,
     make_driver,
+    prompt,
     read,
     save,
     until,
 )
 from qkvault.tiers.base import JobKind, JobResult
 from qkvault.tiers.disk import DiskTier
+from qkvault.tiers.disk_files import path_of
 
 
 def num_stores(desk):
@@ -452,3 +455,85 @@ def test_draining_waits_for_what_a_tier_has_missed(tmp_path, faults):
         until(lambda: driver.manager.tiering.is_behind or num_on_disk(client) == 2)
         assert driver.drain(WAIT_SECONDS)
         assert num_on_disk(client) == 2
+
+
+@pytest.fixture
+def unreadable(tmp_path, monkeypatch):
+    """Listing this directory, and reading what is in it, fails until it is taken off the list."""
+    look, read, roots = os.scandir, os.preadv, []
+
+    def fail_if(*, holds):
+        if roots and holds and threading.current_thread().name.startswith("qkvault-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "scandir", lambda path: (fail_if(holds=path in roots), look(path))[1])
+    monkeypatch.setattr(os, "preadv", lambda *args: (fail_if(holds=True), read(*args))[1])
+    return roots
+
+
+def test_what_a_disk_that_could_not_be_read_at_start_holds_is_found_later(tmp_path, unreadable):
+    """B503."""
+    with run(tmp_path) as driver:
+        save(connect(driver), "aabb")
+        assert driver.drain(WAIT_SECONDS)
+    unreadable.append(str(tmp_path))
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        until(lambda: not driver.tiers[0].is_healthy)
+        assert num_on_disk(client) == 0
+        unreadable.clear()
+        assert driver.drain(WAIT_SECONDS)
+        assert num_on_disk(client) == 2
+        driver.check()
+
+
+def test_closing_does_not_wait_for_a_disk_that_cannot_be_scanned(tmp_path, unreadable):
+    """B503."""
+    unreadable.append(str(tmp_path))
+    with run(tmp_path) as driver:
+        until(lambda: not driver.tiers[0].is_healthy)
+        start = time.monotonic()
+        driver.close()
+        assert time.monotonic() - start < WAIT_SECONDS / 4
+
+
+@pytest.mark.parametrize("threads", ["qkvault-", ""], ids=["until the end", "for ever"])
+def test_files_that_could_not_be_removed_outlived_a_clear(tmp_path, monkeypatch, caplog, threads):
+    """B504: they are tried once more at the end, and counted; a restart finds them, and a clear removes them then."""
+    unlink, refused = Path.unlink, [threads]
+
+    def refuse(path, **kwargs):
+        if path.suffix == ".qkv" and any(threading.current_thread().name.startswith(name) for name in refused):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return unlink(path, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        client.clear()
+        assert driver.drain(WAIT_SECONDS)
+        num_left = 0 if threads else 2
+        assert driver.close() == num_left
+    assert len(list(tmp_path.rglob("*.qkv"))) == num_left
+    assert ("chunks_not_removed chunks=2 tiers=disk" in caplog.text) is (not threads)
+    refused.clear()
+    assert found_after_restart(tmp_path, "aabb") == num_left * 32
+    with run(tmp_path) as driver:
+        assert driver.drain(WAIT_SECONDS)
+        connect(driver).clear()
+    assert not list(tmp_path.rglob("*.qkv"))
+
+
+def test_what_the_disk_refuses_stays_in_ram_and_is_not_tried_again_at_once(tmp_path):
+    """B505."""
+    with run(tmp_path) as driver:
+        client = connect(driver)
+        for chunk in prompt("aabb"):
+            Path(path_of(str(tmp_path), chunk.key)).mkdir(parents=True)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        assert [medium.num_chunks for medium in client.status().media] == [2, 0]
+        assert driver.manager.ledger.counters.failed["disk", "refused"] == 2
+        assert not driver.tiers[0].problems

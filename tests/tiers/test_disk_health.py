@@ -271,6 +271,42 @@ def test_a_directory_that_vanishes_is_made_again(make_disk, slots, root, caplog)
         make_disk()
 
 
+def test_a_directory_that_came_back_was_filled_beyond_its_cap_and_outlived_a_clear(make_disk, slots, root, caplog):
+    """B501: as a mount does. No book knows what it holds by then: it goes before anything is read or written."""
+    disk, away = make_disk(), root.with_name("away")
+    stored = [slots.image(n) for n in range(3)]
+    disk.store(*stored)
+    root.rename(away)
+    assert disk.load(slots.blank_for(stored[0])).failed == ((stored[0].key, "unavailable"),)
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    shutil.rmtree(root)
+    away.rename(root)
+    assert disk.load(slots.blank(key_of(9), 5000)).failed == ((key_of(9), "unavailable"),)
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert disk.tier.num_losses == 2
+    assert not list(root.rglob("*.qkv"))
+    assert len(lines(caplog, f"directory_replaced tier=disk path={root} removed=3")) == 1
+    assert disk.store(stored[0]).done
+    assert disk.load(slots.blank_for(stored[0])).done
+
+
+def test_a_directory_that_came_back_and_cannot_be_emptied_is_not_used_until_it_can(make_disk, slots, root, faulty_os):
+    """B501."""
+    disk, away = make_disk(), root.with_name("away")
+    stored = slots.image(1)
+    disk.store(stored)
+    shutil.copytree(root, away)
+    root.rename(root.with_name("first"))
+    away.rename(root)
+    faulty_os.faults["unlink"] = errno.EROFS
+    assert disk.load(slots.blank(key_of(2), 5000)).failed == ((key_of(2), "unavailable"),)
+    wait_until(lambda: not disk.tier.is_healthy and disk.tier.num_losses == 1)
+    assert not disk.tier.can_store
+    faulty_os.faults.clear()
+    wait_until(lambda: disk.tier.is_healthy and disk.tier.can_store)
+    assert not list(root.rglob("*.qkv"))
+
+
 def test_the_parent_of_a_directory_is_not_made_again(make_disk, slots, tmp_path):
     """It may be where a disk was mounted: the one below would be filled instead."""
     disk = make_disk(tmp_path / "mount" / "tier")
@@ -386,6 +422,108 @@ def test_a_deletion_that_failed_is_made_up_for(disk, slots, faulty_os, root):
     wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
     assert not file_of(root, old.key).exists()
     assert disk.store(new).done
+
+
+def test_what_came_after_a_deletion_that_failed_was_left_on_the_disk(make_disk, slots, small_disk):
+    """B500."""
+    disk = make_disk(small_disk / "tier")
+    old, new = [slots.image(n) for n in range(4)], slots.image(4)
+    disk.store(*old)
+    remount(small_disk, "ro")
+    assert disk.store(new, delete_first=[piece.key for piece in old]).failed == ((new.key, "unavailable"),)
+    assert disk.tier.counters.delete_unavailable == len(old)
+    remount(small_disk, "rw")
+    wait_until(lambda: disk.tier.is_healthy and not disk.tier.problems)
+    assert not list((small_disk / "tier").rglob("*.qkv"))
+
+
+# Not the disk's fault
+
+
+def make_immovable(root, piece):
+    """A directory in the place of its file, which can neither be removed nor replaced as a file can."""
+    path = file_of(root, piece.key)
+    path.unlink(missing_ok=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def test_one_file_that_cannot_be_removed_kept_writing_down(disk, slots, root, caplog):
+    """B505: its removal is tried again now and then, and told of once."""
+    stuck, other = slots.image(1), slots.image(2)
+    path = make_immovable(root, stuck)
+    for _ in range(3):
+        assert disk.delete(stuck.key).failed == ((stuck.key, "unavailable"),)
+        assert disk.tier.can_store
+    assert disk.store(other, delete_first=[stuck.key]).failed == ((other.key, "unavailable"),)
+    assert disk.store(other).done
+    assert len(lines(caplog, "file_refused tier=disk what=delete")) == 1
+    assert not lines(caplog, "tier_unavailable")
+    path.rmdir()
+    path.write_text("")
+    disk.tier.close()
+    assert not path.exists()
+
+
+def test_one_file_that_cannot_be_removed_did_not_let_writing_recover(disk, slots, root, faulty_os, caplog):
+    """B505."""
+    stuck, other, new = slots.image(1), slots.image(2), slots.image(3)
+    disk.store(stuck, other)
+    faulty_os.faults["unlink"] = errno.EIO
+    disk.delete(stuck.key, other.key)
+    make_immovable(root, stuck)
+    faulty_os.faults.clear()
+    wait_until(lambda: disk.tier.is_healthy and disk.tier.can_store)
+    assert not file_of(root, other.key).exists()
+    assert disk.store(new).done
+    assert len(lines(caplog, "file_refused tier=disk what=delete")) == 1
+
+
+def test_one_file_that_cannot_be_replaced_took_writing_down(disk, slots, root):
+    """B505: it is refused, as is what would go into a folder that is none."""
+    stuck, homeless, other = (slots.image(n) for n in range(3))
+    make_immovable(root, stuck)
+    file_of(root, homeless.key).parent.write_text("mine")
+    for piece in (stuck, homeless):
+        assert disk.store(piece).failed == ((piece.key, "refused"),)
+    assert disk.tier.can_store
+    assert disk.store(other).done
+    assert disk.tier.counters.store_refused == 2
+    assert not list(root.rglob("*.tmp"))
+
+
+def test_what_was_stored_anew_is_not_removed_with_what_had_to_go(disk, slots, root, faulty_os):
+    """B505: an old removal that is still owed does not concern it."""
+    piece = slots.image(1)
+    path = make_immovable(root, piece)
+    disk.delete(piece.key)
+    path.rmdir()
+    assert disk.store(piece).done
+    faulty_os.faults["pwritev"] = errno.EIO
+    disk.store(slots.image(2))
+    faulty_os.faults.clear()
+    wait_until(lambda: disk.tier.is_healthy and disk.tier.can_store)
+    assert disk.load(slots.blank_for(piece)).done
+
+
+def test_a_directory_that_came_back_with_a_file_that_cannot_be_removed_is_used(make_disk, slots, root, monkeypatch):
+    """B505."""
+    disk, away, unlink = make_disk(), root.with_name("away"), Path.unlink
+    stuck, other = slots.image(1), slots.image(2)
+    disk.store(stuck, other)
+    shutil.copytree(root, away)
+    root.rename(root.with_name("first"))
+    away.rename(root)
+
+    def refuse(path, **kwargs):
+        if path == file_of(root, stuck.key):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert disk.load(slots.blank(key_of(9), 5000)).failed == ((key_of(9), "unavailable"),)
+    wait_until(lambda: disk.tier.is_healthy and disk.tier.can_store)
+    assert list(root.rglob("*.qkv")) == [file_of(root, stuck.key)]
 
 
 # Stuck

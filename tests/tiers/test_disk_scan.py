@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -172,6 +173,78 @@ def test_a_folder_that_may_not_be_looked_into_is_passed_by(disk, stored, root, m
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert len(keys_of(disk)) == len(stored)
+
+
+def refusing(monkeypatch, *folders, code=errno.EACCES):
+    """Has listing one of ``folders`` fail, until it is taken off the list that is returned."""
+    look, refused = os.scandir, [str(folder) for folder in folders]
+
+    def refuse(path):
+        if str(path) in refused:
+            raise OSError(code, os.strerror(code), path)
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    return refused
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_one_folder_that_could_not_be_listed_ended_a_scan_with_nothing_found(
+    disk, stored, root, slots, *, monkeypatch, caplog, code
+):
+    """B502: the others are scanned, and emptied when all is to go."""
+    other = slots.image(9, key=key_of(9, bytes([9]) * 16))
+    disk.store(other)
+    shard = file_of(root, stored[0].key).parent
+    refusing(monkeypatch, shard, file_of(root, other.key).parent.parent, code=code)
+    rest = {piece.key for piece in stored if file_of(root, piece.key).parent != shard}
+    assert set(keys_of(disk)) == rest
+    assert disk.tier.is_healthy
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("disk_scan_skipped tier=disk num_skipped=2 first=")
+    assert {found.key[:16] for found in disk.tier.sample()} == {stored[0].key[:16]}
+    assert disk.tier.purge() == len(rest)
+
+
+def test_one_file_that_could_not_be_looked_at_ended_a_scan(disk, stored, root, monkeypatch):
+    """B502: as in a folder that may be listed and not entered."""
+    entry_of = listing._entry
+
+    class Closed:
+        """A directory's entry whose file may not be looked at."""
+
+        def __init__(self, name):
+            self.name = name
+
+        def stat(self, **_):
+            raise PermissionError(errno.EACCES, "Permission denied", self.name)
+
+    def refuse(file, *args):
+        return entry_of(Closed(file.name) if stored[0].key[16:].hex() in file.name else file, *args)
+
+    monkeypatch.setattr(listing, "_entry", refuse)
+    assert set(keys_of(disk)) == {piece.key for piece in stored[1:]}
+
+
+def test_a_disk_that_could_not_be_read_for_a_while_was_never_scanned(disk, stored, root, monkeypatch, caplog):
+    """B503."""
+    refused = refusing(monkeypatch, root, code=errno.EIO)
+    found = []
+    for number, batch in enumerate(disk.tier.scan()):
+        found += [chunk.key for chunk in batch]
+        if number == 2:
+            refused.clear()
+        assert disk.tier.is_healthy in (True, False)  # which also looks whether the disk can be read again
+    assert set(found) == {piece.key for piece in stored}
+    assert "disk_scan_ended_early" not in caplog.text
+
+
+def test_a_scan_does_not_wait_for_a_disk_without_end(disk, stored, root, monkeypatch, caplog):
+    """B503."""
+    monkeypatch.setattr("qkvault.tiers.disk_scan._MAX_RESTS", 2)
+    refusing(monkeypatch, root, code=errno.EIO)
+    assert list(disk.tier.scan()) == [[], []]
+    assert caplog.text.count("disk_scan_ended_early") == 1
 
 
 def test_links_are_not_followed(disk, stored, root, tmp_path):

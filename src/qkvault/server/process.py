@@ -15,7 +15,7 @@ from qkvault.server.server import Server
 from qkvault.units import approximate_size
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-_NOT_WRITTEN: Final = 3  # exit code: the disk lacks some of what was committed
+_UNFINISHED: Final = 3  # exit code: the disk lacks some of what was committed, or has some of what was cleared
 _log = get_logger("server")
 
 
@@ -74,7 +74,7 @@ def run(loaded: Loaded) -> int:
     _log.info("server_stopping", pid=os.getpid())
     num_lost = server.close()
     _log.info("server_stopped", pid=os.getpid())
-    return _NOT_WRITTEN if num_lost else 0
+    return _UNFINISHED if num_lost else 0
 
 
 def _tell_ready(server: Server) -> None:

@@ -90,8 +90,8 @@ class Server:
     def close(self, *, drain_seconds: float | None = None) -> int:
         """Stop answering: what clients have not committed is void. Then finish writing to disk.
 
-        That takes ``drain_seconds`` at most; None: as the settings say. Returns how many chunks were not written.
-        Idempotent. Removes the sockets' files.
+        That takes ``drain_seconds`` at most; None: as the settings say. Returns how many chunks were not written or not
+        removed. Idempotent. Removes the sockets' files.
         """
         config = self.loaded.config
         seconds = config.drain_seconds if drain_seconds is None else drain_seconds

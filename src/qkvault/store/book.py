@@ -31,6 +31,7 @@ class TierBook:
     storing: set[bytes] = field(default_factory=set)  # being written to it
     deleting: dict[bytes, bool] = field(default_factory=dict)  # being removed -> whether to store it again afterwards
     to_delete: list[bytes] = field(default_factory=list)  # those of ``deleting`` that no job has yet
+    unremoved: set[bytes] = field(default_factory=set)  # whose removal failed: it may have them, and they do not count
 
     @property
     def bit(self) -> int:

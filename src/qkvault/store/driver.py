@@ -189,7 +189,8 @@ class StoreDriver:
         """Finish what was begun (at most ``drain_seconds``), stop the threads, close tiers and pool. Idempotent.
 
         ``purge`` empties the tiers. A scan that is under way is given up. Returns, and logs, how many chunks of RAM a
-        tier should have and was not given in that time, or could not take; 0 with ``purge``.
+        tier should have and was not given in that time, or could not take, and how many it should not have any more and
+        still has; 0 with ``purge``.
         """
         with self._changed:
             is_over = self._is_closing or self._changed.wait_for(self._has_no_jobs, drain_seconds)
@@ -212,10 +213,14 @@ class StoreDriver:
         with self._lock:
             self._take_results()
             num_lost = 0 if purge else len(self.manager.tiering.unwritten(is_over=is_over))
+            num_left = 0 if purge else _num_unremoved(self.manager, self.tiers)
+        names = ",".join(tier.name for tier in self.tiers)
         if num_lost:
-            _log.warning("chunks_not_written", chunks=num_lost, tiers=",".join(tier.name for tier in self.tiers))
+            _log.warning("chunks_not_written", chunks=num_lost, tiers=names)
+        if num_left:
+            _log.warning("chunks_not_removed", chunks=num_left, tiers=names, hint="a restart finds them: clear again")
         self.pool.close()
-        return num_lost
+        return num_lost + num_left
 
     def _has_no_jobs(self) -> bool:
         tiering = self.manager.tiering
@@ -331,6 +336,19 @@ class StoreDriver:
             spaces=self._sessions.spaces,
             tiers=self.tiers,
         )
+
+
+def _num_unremoved(manager: StorageManager, tiers: Sequence[Tier]) -> int:
+    # Of tiers that have closed: all that they do not deny to have.
+    num_chunks = 0
+    for book, tier in zip(manager.tiering.books, tiers, strict=True):
+        keys = manager.tiering.unremoved(book)
+        try:
+            num_chunks += sum(tier.contains(key) is not False for key in keys)
+        except Exception:  # thread top: a tier that cannot tell may have all of them
+            _log.exception("tier_not_asked", tier=tier.name)
+            num_chunks += len(keys)
+    return num_chunks
 
 
 def _check(manager: StorageManager) -> m.AnyReply:

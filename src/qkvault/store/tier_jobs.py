@@ -15,6 +15,7 @@ from qkvault.types import ChunkState
 
 UNAVAILABLE: Final = "unavailable"
 CORRUPT: Final = "corrupt"
+REFUSED: Final = "refused"
 EVICTED: Final = "evicted"
 ABSENT: Final = "absent"
 SUPERSEDED: Final = "superseded"

@@ -17,7 +17,7 @@ from qkvault.store.book import TierBook
 from qkvault.store.index import Entry, Index
 from qkvault.store.missed import is_wanted
 from qkvault.store.room import Room
-from qkvault.store.tier_jobs import ABSENT, CORRUPT, SUPERSEDED, UNAVAILABLE, TierJobs
+from qkvault.store.tier_jobs import ABSENT, CORRUPT, REFUSED, SUPERSEDED, UNAVAILABLE, TierJobs
 from qkvault.tiers.base import Found, JobKind, JobResult, Tier
 from qkvault.types import CacheKind, ChunkState, Medium
 
@@ -118,6 +118,12 @@ class Tiering(TierJobs):
             lacking |= book.storing | (set() if has_no_room else {*book.missed})
         return {key for key in lacking if (entry := self._index.get(key)) is not None and not entry.doom}
 
+    def unremoved(self, book: TierBook) -> set[bytes]:
+        """Keys of what is to be gone from the tier of ``book``, and has not been removed as far as is known."""
+        doomed = {entry.key for entry in self._index if entry.doom not in ("", SUPERSEDED) and book.holds(entry)}
+        keys = book.unremoved | book.deleting.keys()
+        return doomed | {key for key in keys if (entry := self._index.get(key)) is None or not book.holds(entry)}
+
     def supersede(self, entry: Entry) -> None:
         """Remove ``entry`` from every tier that has a longer chunk with all its tokens, and from no other."""
         for book in self.books:
@@ -176,6 +182,10 @@ class Tiering(TierJobs):
                 self._end_store(book, entry, reason, is_done=is_done)
             elif reason not in ("", UNAVAILABLE) and entry.tiers & book.bit:
                 self._forget(book, entry, reason)
+        book.unremoved.difference_update(result.done)
+        if pending.kind is not JobKind.STORE or not result.done:  # else all that was to go first has gone
+            absent = {key for key, reason in result.failed if reason == ABSENT}
+            book.unremoved |= {*pending.deleted} - {*result.done} - absent
         self._again += [(book, key) for key in pending.deleted if book.deleting.pop(key, False)]
         return pending.kind, book, done, failed
 
@@ -276,6 +286,6 @@ class Tiering(TierJobs):
         book.count(entry, -1)
         if not reason:
             self._drop(book, entry.key, again=True)
-        elif reason != CORRUPT:
+        elif reason not in (CORRUPT, REFUSED):
             self._miss(book, entry)
             book.rest()

@@ -30,7 +30,7 @@ POOL_BYTES: Final = 16 << 20
 CHUNK_TOKENS: Final = 64
 SPACE: Final = bytes(range(SPACE_BYTES))
 DESCRIPTION: Final = b"a space of tests"  # of the space; real ones are msgpack
-REASONS: Final = frozenset({"absent", "corrupt", "unavailable"})
+REASONS: Final = frozenset({"absent", "corrupt", "refused", "unavailable"})
 
 
 def key_of(number: int, space: bytes = SPACE) -> ChunkKey:

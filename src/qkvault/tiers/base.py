@@ -48,7 +48,8 @@ class TierJob(msgspec.Struct, frozen=True):
 class JobResult(msgspec.Struct, frozen=True):
     """What became of a job: keys that were done, in any order, and keys that were not, each with its reason.
 
-    Reasons: ``absent`` (not here), ``corrupt`` (was here, was wrong, is removed), ``unavailable`` (tier is down).
+    Reasons: ``absent`` (not here), ``corrupt`` (was here, was wrong, is removed; of a STORE: the slot's image is),
+    ``refused`` (a STORE: there is no place for this key), ``unavailable`` (tier is down).
     """
 
     job_id: int
@@ -84,7 +85,7 @@ class TierCounters(msgspec.Struct, frozen=True):
     load_absent: int = 0
     load_corrupt: int = 0
     load_unavailable: int = 0
-    store_refused: int = 0  # the slot did not hold a whole image of its key
+    store_refused: int = 0  # the slot did not hold a whole image of its key, or there was no place for that
     store_unavailable: int = 0
     delete_unavailable: int = 0
     scan_removed: dict[str, int] = {}  # files, by what was wrong with them: ``SCAN_FAULTS``
@@ -124,6 +125,8 @@ class Tier(ABC):
     def scan(self) -> Iterator[Sequence[Found]]:
         """What is here already, in batches, oldest use first. Runs on a thread of the caller's; may take long.
 
+        It may be left after any batch: one that waits for its storage yields empty ones now and then.
+
         Jobs may run meanwhile. Anything that is not a whole chunk of ours is removed or skipped, never returned.
         """
 
@@ -131,7 +134,7 @@ class Tier(ABC):
     def contains(self, key: bytes) -> bool | None:
         """Whether ``key`` seems to be here, at the cost of one cheap call; None if that cannot be told cheaply.
 
-        A hint: only a LOAD proves it.
+        A hint: only a LOAD proves it. Also asked after ``close``, of what should have been deleted.
         """
 
     def find(self, keys: Sequence[bytes]) -> list[Found]:

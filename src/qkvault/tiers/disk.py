@@ -10,9 +10,8 @@ import errno
 import itertools
 import os
 import secrets
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -20,17 +19,16 @@ import msgspec
 
 from qkvault.errors import ConfigError
 from qkvault.image import Header, align_up, read_header, seal, verify_payload
-from qkvault.logs import get_logger
+from qkvault.logs import RateLimited, get_logger
 from qkvault.tiers import disk_files as files
 from qkvault.tiers import disk_listing as listing
 from qkvault.tiers.base import Found, JobKind, JobResult, Piece, Tier, TierCounters, TierJob
 from qkvault.tiers.disk_scan import DiskScan
-from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, Workers
+from qkvault.tiers.workers import ABSENT, CORRUPT, LOG_SECONDS, REFUSED, UNAVAILABLE, Health, Workers
 from qkvault.types import Medium
 
 PROBE_SECONDS: Final = 2.0
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_NOT_THE_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # this process is short of something
 
 _log = get_logger("tiers")
 
@@ -72,7 +70,7 @@ class DiskTier(Tier):
         self._root = os.path.abspath(path)  # noqa: PTH100  # a string: paths are made a million times
         self._direct = direct_io
         self._owner = secrets.token_hex(4)  # marks our temporary files
-        self._scan = DiskScan(self._root, self._owner, self._is_only_of_file)
+        self._scan = DiskScan(name, self._root, self._owner, self._is_only_of_file)
         self._numbers = itertools.count()
         self._deadlines: dict[JobKind | None, float] = dict.fromkeys((*JobKind, None), write_deadline_seconds)
         self._deadlines[JobKind.LOAD] = read_deadline_seconds
@@ -80,9 +78,12 @@ class DiskTier(Tier):
         self._writes = Health(name, "writing", probe_seconds)
         self._is_probing = False  # set by the caller's thread, cleared by the worker that has probed
         self._room_bytes = 0  # image that did not fit; by workers
-        self._owed: deque[bytes] = deque()  # keys whose removal failed, removed before writing recovers; by workers
+        # Keys whose removal failed, tried again before writing recovers -> whether it was logged; by workers.
+        self._owed: dict[bytes, bool] = {}
         self._spares = files.Spares()
+        self._is_replaced = False  # the directory came in place of another, and may hold what no book knows; by workers
         self._is_purged = False
+        self._log = RateLimited(_log, LOG_SECONDS)
         self._lock = files.DirectoryLock(self._root)
         try:
             Path(self._root).mkdir(0o700, parents=True, exist_ok=True)
@@ -143,23 +144,14 @@ class DiskTier(Tier):
         return self._workers.drain(timeout_seconds)
 
     def close(self) -> None:
-        self._workers.close()
+        if self._workers.close() and self._lock.is_held:
+            self._remove_owed()
         self._spares.drop()
         self._lock.release(remove=self._is_purged)
 
     def scan(self) -> Iterator[Sequence[Found]]:
         """Reads the headers of all files; payloads are checked when they are loaded. See the interface."""
-        start, num_found, before = time.monotonic(), 0, self._scan.removed.total()
-        try:
-            for found in self._scan.run():
-                num_found += len(found)
-                yield found
-        except OSError as error:
-            self._judge(error, self._reads)
-            _log.warning("disk_scan_ended_early", tier=self.name, path=self._root, error=error)
-        num_removed = self._scan.removed.total() - before
-        fields = {"chunks": num_found, "removed": num_removed, "seconds": time.monotonic() - start}
-        _log.info("disk_scanned", tier=self.name, **fields)
+        return self._scan.run(lambda error: self._judge(error, self._reads), lambda: self._reads.is_up)
 
     def find(self, keys: Sequence[bytes]) -> list[Found]:
         return self._scan.find(keys) if self._reads.is_up else []
@@ -170,7 +162,9 @@ class DiskTier(Tier):
     def purge(self) -> int:
         """See the interface. Files that are not ours stay; ``close`` then removes the lock as well."""
         self._is_purged = True
-        return listing.remove_all(self._root)
+        with suppress(OSError):
+            return listing.remove_all(self._root)[0]
+        return 0
 
     def _tend(self) -> None:
         """Look after what hangs and what is down. By the caller's thread; does not block."""
@@ -201,6 +195,8 @@ class DiskTier(Tier):
         except OSError as error:
             if kind is JobKind.LOAD and self._is_only_of_file(error):
                 return self._discard(piece, str(error))
+            if kind is not JobKind.LOAD and self._is_only_of_file(error, writing=True):
+                return self._refuse(kind, piece.key, error)
             if kind is JobKind.STORE and error.errno in _NO_ROOM:
                 self._room_bytes = len(piece.image)
             self._judge(error, self._reads if kind is JobKind.LOAD else self._writes)
@@ -222,23 +218,24 @@ class DiskTier(Tier):
         return None
 
     def _store(self, piece: Piece) -> str | None:
+        image_bytes, path = _stored_image_bytes(piece), files.path_of(self._root, piece.key)
+        if image_bytes is not None and self._spares.count(align_up(len(piece.image))):
+            files.make_folders(path)  # first, lest all is written before the rename finds them missing
         spare = self._spares.take(align_up(len(piece.image)))
-        image_bytes = _stored_image_bytes(piece)
         if image_bytes is None:
             if spare is not None:
                 listing.remove(spare)
             return CORRUPT
         seal(piece.image)
-        image, path = piece.image[:image_bytes], files.path_of(self._root, piece.key)
+        image = piece.image[:image_bytes]
         try:
-            if spare is not None:
-                files.make_folders(path)  # first, lest all is written before the rename finds them missing
             files.write_image(path, spare or self._temporary_of(path), image, direct=self._direct)
         except FileNotFoundError:
             if not self._lock.is_held:
                 raise
             files.make_folders(path)
             files.write_image(path, self._temporary_of(path), image, direct=self._direct)
+        self._owed.pop(piece.key, None)
         return None
 
     def _delete(self, piece: Piece, job: TierJob) -> str | None:
@@ -253,8 +250,9 @@ class DiskTier(Tier):
         except OSError as error:
             if isinstance(error, FileNotFoundError) and self._lock.is_held:
                 return ABSENT
-            self._owed.append(piece.key)
+            self._owed.setdefault(piece.key, False)
             raise
+        self._owed.pop(piece.key, None)
         if not self._writes.is_up:
             self._writes.hasten()
         return None
@@ -267,15 +265,27 @@ class DiskTier(Tier):
         _log.debug("chunk_corrupt", tier=self.name, key=piece.key, why=why)
         return CORRUPT
 
-    def _is_only_of_file(self, error: OSError) -> bool:
-        """Whether a load failed for this file alone: the disk can be read otherwise."""
-        if error.errno in _NOT_THE_FILE or not self._lock.is_held:
-            return False
-        try:
-            files.probe_read(self._root, direct=self._direct)
-        except OSError:
-            return False
-        return True
+    def _refuse(self, kind: JobKind, key: bytes, error: OSError) -> str:
+        """A file could not be written or removed, though others can. Tells of each such file once."""
+        if not (kind is JobKind.DELETE and self._owed.get(key)):
+            self._log.warning("file_refused", tier=self.name, what=kind.value, error=error)
+        if kind is JobKind.STORE:
+            return REFUSED
+        self._owed[key] = True
+        return UNAVAILABLE
+
+    def _remove_owed(self) -> None:
+        # When a page could be written just now: what cannot be removed even so is nobody's fault but its own.
+        for key in list(self._owed):
+            try:
+                Path(files.path_of(self._root, key)).unlink(missing_ok=True)
+            except OSError as error:
+                self._refuse(JobKind.DELETE, key, error)
+            else:
+                self._owed.pop(key, None)
+
+    def _is_only_of_file(self, error: OSError, *, writing: bool = False) -> bool:
+        return self._lock.is_held and files.is_only_of_file(self._root, error, direct=self._direct, writing=writing)
 
     def _judge(self, error: OSError, *sides: Health) -> None:
         """Take down what ``error`` says does not work: at least ``sides``, both if the directory is gone."""
@@ -287,15 +297,17 @@ class DiskTier(Tier):
         """See whether what is down works again, and make the directory anew if it is gone."""
         try:
             Path(self._root).mkdir(0o700, exist_ok=True)  # not its parents: a mount that is gone is not replaced
-            self.num_losses += self._lock.take()
+            if self._lock.take():
+                self.num_losses += 1
+                self._is_replaced = True
+            if self._is_replaced:
+                self._empty()
             if not self._reads.is_up:
                 files.probe_read(self._root, direct=self._direct)
                 self._reads.recover()
             if not self._writes.is_up:
                 files.probe_write(self._root, self._room_bytes, direct=self._direct)
-                while self._owed:
-                    Path(files.path_of(self._root, self._owed[0])).unlink(missing_ok=True)
-                    self._owed.popleft()
+                self._remove_owed()
                 self._spares.drop()
                 self._room_bytes = 0
                 self._writes.recover()
@@ -305,6 +317,16 @@ class DiskTier(Tier):
                     side.report(str(error))
         finally:
             self._is_probing = False
+
+    def _empty(self) -> None:
+        """Remove what is in a directory that came in place of the last one: no book knows it. Raises OSError."""
+        num_removed, left = listing.remove_all(self._root)
+        if num_removed:
+            _log.warning("directory_replaced", tier=self.name, path=self._root, removed=num_removed, left=len(left))
+        if left:
+            files.probe_write(self._root, 0, direct=self._direct)
+            self._owed |= dict.fromkeys(left, False)
+        self._is_replaced = False
 
 
 def _image_bytes(header: Header, piece: Piece) -> int | None:

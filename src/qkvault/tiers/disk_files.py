@@ -32,6 +32,8 @@ LOCK_NAME: Final = ".lock"
 PROBE_NAME: Final = ".probe"
 
 CANNOT_WRITE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})  # and reading goes on
+_OF_THE_FILE: Final = frozenset({errno.EPERM, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST})  # if written
+_NOT_THE_FILE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # this process is short of something
 
 _SHARD_DIGITS: Final = 2
 OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # non-blocking, lest a FIFO hold up a thread
@@ -132,7 +134,21 @@ def probe_write(root: str, room_bytes: int, *, direct: bool) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)
-        Path(path).unlink()
+        Path(path).unlink(missing_ok=True)  # another thread may probe as well
+
+
+def is_only_of_file(root: str, error: OSError, *, direct: bool, writing: bool) -> bool:
+    """Whether what failed, failed for its file alone: the disk can be read, or written, otherwise."""
+    try:
+        if writing and error.errno in _OF_THE_FILE:
+            probe_write(root, 0, direct=direct)
+        elif writing or error.errno in _NOT_THE_FILE:
+            return False
+        else:
+            probe_read(root, direct=direct)
+    except OSError:
+        return False
+    return True
 
 
 def probe_start(root: str, *, direct: bool) -> str | None:

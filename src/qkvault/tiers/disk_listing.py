@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,7 @@ _SPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _SHARD_NAME: Final = re.compile(r"[0-9a-f]{2}")
 _FILE_NAME: Final = re.compile(r"([0-9a-f]{64})(?:\.qkv|\.([0-9a-f]+)-[0-9]+\.tmp)")
 _MAX_HEAD_BYTES: Final = 1 << 22
+Skip = Callable[[OSError], bool]
 
 
 class FileKind(str, Enum):
@@ -40,28 +41,40 @@ class Entry(NamedTuple):
     modified: int  # nanoseconds
 
 
-def walk(root: str) -> Iterator[Entry]:
-    """Every file below ``root`` but the lock, in no order. Follows no links; what vanishes meanwhile is left out."""
+def _never(_error: OSError) -> bool:
+    return False
+
+
+def _always(_error: OSError) -> bool:
+    return True
+
+
+def walk(root: str, is_skipped: Skip = _never) -> Iterator[Entry]:
+    """Every file below ``root`` but the lock, in no order. Follows no links; what vanishes meanwhile is left out.
+
+    ``is_skipped(error)``: go on after a folder or file that could not be looked at. Raises OSError for the others, and
+    for ``root``.
+    """
     for top in _list(root):
         if top.name in (LOCK_NAME, PROBE_NAME):
             continue
-        yield from _walk_space(top) if _is_folder(top, _SPACE_NAME) else _foreign(top)
+        yield from _walk_space(top, is_skipped) if _is_folder(top, _SPACE_NAME) else _foreign(top)
 
 
 def keys_by_space(root: str) -> Iterator[Iterator[bytes]]:
     """The chunks of each space below ``root``, in no order. Reads no more of the directory than is asked for."""
     for top in _list(root):
         if _is_folder(top, _SPACE_NAME):
-            yield (entry.key for entry in _walk_space(top) if entry.kind is FileKind.CHUNK)
+            yield (entry.key for entry in _walk_space(top, _always) if entry.kind is FileKind.CHUNK)
 
 
-def take_stock(root: str, owner: str) -> tuple[list[tuple[int, int, str, bytes]], int]:
-    """All chunks below ``root``, oldest use first: time of that, bytes of the file, path, key.
+def take_stock(root: str, owner: str, is_skipped: Skip) -> tuple[list[tuple[int, int, str, bytes]], int]:
+    """All chunks below ``root``, oldest use first: time of that, bytes of the file, path, key. As ``walk``.
 
     Removes temporary files of others than ``owner``, who have died; the second value is how many.
     """
     chunks, num_removed = [], 0
-    for entry in walk(root):
+    for entry in walk(root, is_skipped):
         if entry.kind is FileKind.CHUNK:
             chunks.append((entry.modified, entry.num_bytes, entry.path, entry.key))
         elif entry.kind is FileKind.TEMPORARY and entry.owner != owner:
@@ -129,19 +142,26 @@ def remove(path: str) -> bool:
     return True
 
 
-def remove_all(root: str) -> int:
-    """Remove all that is ours and can be removed, but for the lock. Returns how many chunks that was."""
-    num_chunks = 0
-    with suppress(OSError):
-        for entry in walk(root):
-            if entry.kind is not FileKind.FOREIGN:
-                num_chunks += remove(entry.path) and entry.kind is FileKind.CHUNK
-        for top in _list(root):
-            if _is_folder(top, _SPACE_NAME):
-                for folder in (*(shard.path for shard in _list(top.path) if _is_folder(shard, _SHARD_NAME)), top.path):
-                    with suppress(OSError):  # not empty
-                        Path(folder).rmdir()
-    return num_chunks
+def remove_all(root: str) -> tuple[int, list[bytes]]:
+    """Remove all that is ours and can be removed, but for the lock: how many chunks that was, and those that stay.
+
+    A folder that cannot be listed is passed over. Raises OSError if that is ``root``.
+    """
+    num_chunks, left = 0, []
+    for entry in walk(root, _always):
+        if entry.kind is FileKind.TEMPORARY:
+            remove(entry.path)
+        elif entry.kind is FileKind.CHUNK and remove(entry.path):
+            num_chunks += 1
+        elif entry.kind is FileKind.CHUNK:
+            left.append(entry.key)
+    for top in _list(root):
+        if _is_folder(top, _SPACE_NAME):
+            shards = [shard.path for shard in _list(top.path, _always) if _is_folder(shard, _SHARD_NAME)]
+            for folder in (*shards, top.path):
+                with suppress(OSError):  # not empty
+                    Path(folder).rmdir()
+    return num_chunks, left
 
 
 def _header_of(path: str, head: bytes | OSError, num_bytes: int) -> Header | OSError | None:
@@ -178,21 +198,25 @@ def _read_and_close(descriptor: int | OSError, num_bytes: int) -> bytes | OSErro
         os.close(descriptor)
 
 
-def _list(folder: str) -> list[os.DirEntry[str]]:
+def _list(folder: str, is_skipped: Skip = _never) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        if is_skipped(error):
+            return []
+        raise
 
 
-def _walk_space(top: os.DirEntry[str]) -> Iterator[Entry]:
-    for shard in _list(top.path):
+def _walk_space(top: os.DirEntry[str], is_skipped: Skip) -> Iterator[Entry]:
+    for shard in _list(top.path, is_skipped):
         if not _is_folder(shard, _SHARD_NAME):
             yield from _foreign(shard)
             continue
-        for file in _list(shard.path):
-            if (entry := _entry(file, top.name, shard.name)) is not None:
+        for file in _list(shard.path, is_skipped):
+            if (entry := _entry(file, top.name, shard.name, is_skipped)) is not None:
                 yield entry
 
 
@@ -209,11 +233,13 @@ def _foreign(entry: os.DirEntry[str]) -> Iterator[Entry]:
         yield found
 
 
-def _entry(file: os.DirEntry[str], space: str = "", shard: str = "") -> Entry | None:
+def _entry(file: os.DirEntry[str], space: str = "", shard: str = "", is_skipped: Skip = _never) -> Entry | None:
     try:
         status = file.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or is_skipped(error):
+            return None
+        raise
     match = _FILE_NAME.fullmatch(file.name) if space else None
     if match is None or not match[1].startswith(shard) or not stat.S_ISREG(status.st_mode):
         return Entry(file.path, FileKind.FOREIGN, b"", "", status.st_size, status.st_mtime_ns)

@@ -3,34 +3,77 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
 from qkvault.image import ALIGNMENT_BYTES, Header
+from qkvault.logs import get_logger
 from qkvault.tiers import disk_files as files
 from qkvault.tiers import disk_listing as listing
 from qkvault.tiers.base import Found
 
 SCAN_BATCH: Final = 128  # chunks, whose files are open at the same time
+_REST_SECONDS: Final = 0.1  # between two looks whether a disk can be read again
+_MAX_RESTS: Final = 300  # of one scan
 _SAMPLE_TRIES: Final = 16  # files of one space that are read until one is a whole chunk
+
+_log = get_logger("tiers")
 
 
 class DiskScan:
     """Looks for chunks below ``root``. Any thread may call; each call blocks for its reads."""
 
-    def __init__(self, root: str, owner: str, is_only_of_file: Callable[[OSError], bool]) -> None:
+    def __init__(self, name: str, root: str, owner: str, is_only_of_file: Callable[[OSError], bool]) -> None:
         """``owner`` marks our temporary files; ``is_only_of_file(error)``: the disk can be read otherwise."""
         self.removed: Counter[str] = Counter()  # files, by reason
+        self._name = name
         self._root = root
         self._owner = owner
         self._is_only_of_file = is_only_of_file
         self._head_bytes = ALIGNMENT_BYTES  # longest header seen, read of a file at first; a lost update costs a read
 
-    def run(self) -> Iterator[list[Found]]:
-        """All chunks in batches, oldest use first; what is none is removed. Raises OSError if it cannot be read."""
-        chunks, num_leftovers = listing.take_stock(self._root, self._owner)
+    def run(self, judge: Callable[[OSError], None], is_readable: Callable[[], bool]) -> Iterator[list[Found]]:
+        """All chunks in batches, oldest use first; what is none is removed.
+
+        If the disk cannot be read, ``judge(error)`` is told, and all begins again when ``is_readable()``; until then,
+        for half a minute in all, batches are empty.
+        """
+        start, before, rests = time.monotonic(), self.removed.total(), iter(range(_MAX_RESTS))
+        while True:
+            num_found = 0
+            try:
+                for found in self._read():
+                    num_found += len(found)
+                    yield found
+                break
+            except OSError as error:
+                if not self._is_only_of_file(error):
+                    judge(error)
+                for _ in rests:
+                    yield []
+                    time.sleep(_REST_SECONDS)
+                    if is_readable():
+                        break
+                else:
+                    _log.warning("disk_scan_ended_early", tier=self._name, path=self._root, error=error)
+                    break
+        fields = {"removed": self.removed.total() - before, "seconds": time.monotonic() - start}
+        _log.info("disk_scanned", tier=self._name, chunks=num_found, **fields)
+
+    def _read(self) -> Iterator[list[Found]]:
+        # Leaves out what cannot be looked at while the disk can be read otherwise. Raises OSError if it cannot be.
+        skipped: list[OSError] = []
+
+        def is_skipped(error: OSError) -> bool:
+            skipped.append(error)
+            return self._is_only_of_file(error)
+
+        chunks, num_leftovers = listing.take_stock(self._root, self._owner, is_skipped)
+        if skipped:
+            _log.warning("disk_scan_skipped", tier=self._name, num_skipped=len(skipped), first=skipped[0])
         self.removed["leftover"] += num_leftovers
         for at in range(0, len(chunks), SCAN_BATCH):
             batch, found = chunks[at : at + SCAN_BATCH], []

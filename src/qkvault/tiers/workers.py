@@ -10,7 +10,7 @@ import heapq
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -22,6 +22,7 @@ from qkvault.tiers.base import JobKind, JobResult, Piece, TierCounters, TierJob
 
 ABSENT: Final = "absent"
 CORRUPT: Final = "corrupt"
+REFUSED: Final = "refused"
 UNAVAILABLE: Final = "unavailable"
 
 LOG_SECONDS: Final = 60.0  # the same trouble is not logged again within this time
@@ -35,6 +36,7 @@ _log = get_logger("tiers")
 _COUNTERS: Final = {
     (JobKind.STORE, None): "stored_chunks",
     (JobKind.STORE, CORRUPT): "store_refused",
+    (JobKind.STORE, REFUSED): "store_refused",
     (JobKind.STORE, UNAVAILABLE): "store_unavailable",
     (JobKind.LOAD, None): "loaded_chunks",
     (JobKind.LOAD, ABSENT): "load_absent",
@@ -191,7 +193,9 @@ class Workers:
         """What was done up to now."""
         with self._lock:
             counts = {what: tuple(count) for what, count in self._counts.items()}
-        pieces = {name: counts[what][0] for what, name in _COUNTERS.items() if what in counts}
+        pieces = Counter[str]()
+        for what, name in _COUNTERS.items():
+            pieces[name] += counts.get(what, (0,))[0]
         num_bytes = {name: counts[what][1] for what, name in _BYTE_COUNTERS.items() if what in counts}
         return msgspec.convert(pieces | num_bytes, TierCounters)
 
@@ -222,14 +226,19 @@ class Workers:
             job = task.progress.job
             if task.piece is not None:
                 return self._run(job.kind, task.piece, job)
-            for key in job.delete_first:
-                piece = Piece(key, memoryview(b""))
-                reason = self._run(JobKind.DELETE, piece, job)
-                with self._lock:
-                    self._count(JobKind.DELETE, piece, reason)
-                if reason not in (None, ABSENT):
-                    return reason
+            return self._delete_first(job)
         return None
+
+    def _delete_first(self, job: TierJob) -> str | None:
+        # All of it, also after one has failed: the store counts each as gone. Returns the first reason why not.
+        first = None
+        for key in job.delete_first:
+            piece = Piece(key, memoryview(b""))
+            reason = self._run(JobKind.DELETE, piece, job)
+            with self._lock:
+                self._count(JobKind.DELETE, piece, reason)
+            first = first or (reason if reason != ABSENT else None)
+        return first
 
     def _end(self, number: int, task: _Task, reason: str | None) -> bool:
         with self._lock:
