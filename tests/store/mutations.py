@@ -375,8 +375,8 @@ MUTATIONS = {
     ),
     "what nobody takes is waited for for a minute": (
         SOCKETS,
-        "            if not poll.poll(math.ceil(self._left_seconds() * 1000)):\n",
-        "            if not poll.poll(60_000):\n",
+        "        if not poll.poll(math.ceil(self._left_seconds() * 1000)):\n",
+        "        if not poll.poll(60_000):\n",
     ),
     "a fetch has no deadline of its caller's": (
         REMOTE,
