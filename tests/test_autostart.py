@@ -59,6 +59,23 @@ def test_a_server_that_was_killed_is_started_again(address, servers_at):
     assert second.pid != first.pid
 
 
+def test_a_server_runs_nothing_of_the_engines_current_folder(address, servers_at, tmp_path, monkeypatch):
+    """B513: whatever is called there as something that it imports; paths in its settings are those of the engine."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    for name in ("typer", "json", "qkvault"):
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'run')!r}, 'w').close()\nraise SystemExit('not ours')"
+        )
+    monkeypatch.chdir(folder)
+    autostart.ensure_server(
+        Config(address=address, autostart=True, ram_bytes=1 << 22, prefault=False, disk_path="disk", disk_bytes=1 << 22)
+    )
+    assert len(servers_at(address)) == 1
+    assert not (tmp_path / "run").exists()
+    assert (folder / "disk").is_dir()
+
+
 @pytest.fixture
 def link(address):
     """A link to a server that it starts again, as an engine has it."""

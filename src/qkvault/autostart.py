@@ -24,6 +24,8 @@ _START_SECONDS: Final = 60.0  # a pool of 60 GB is pre-faulted by then
 _PAUSE_SECONDS: Final = 0.02
 _MAX_LOG_BYTES: Final = 1 << 20  # a longer one is put aside at the next start
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 60.0  # between two starts of a server that goes again and again
+# The command, but that nothing is imported from the engine's current folder: Python 3.10 has no flag for that.
+_MAIN: Final = "import sys; sys.path[:] = filter(None, sys.path); from qkvault.cli.app import main; main()"
 _started: Final[set[int]] = set()  # processes of servers, as far as they are not known to have ended
 # Settings of the engine's own process; all others are the server's.
 _NOT_THE_SERVERS: Final = frozenset({"address", "autostart", "timeout_seconds", "instance_id", "token", "listen"})
@@ -111,7 +113,7 @@ def _start(config: Config, path: str, is_over: Callable[[], bool]) -> None:
                 continue
         _started.discard(started)
     log_path = Path(f"{path}.log")
-    command = [sys.executable, "-m", "qkvault", "serve", "--listen", str(config.address), *_settings(config)]
+    command = [sys.executable, "-c", _MAIN, "serve", "--listen", str(config.address), *_settings(config)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QKVAULT_")}
     if config.token:
         environment["QKVAULT_TOKEN"] = config.token  # others can read a command line
