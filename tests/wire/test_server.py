@@ -103,6 +103,25 @@ class TestAddress:
             server.close()
             assert path.exists()
 
+    def test_a_server_that_starts_while_another_closes_keeps_its_file(self, address, path, monkeypatch):
+        """B515: also where the file system gives it the number of the one before."""
+        monkeypatch.setattr(listen, "_file_at", lambda _: (1, 1))
+        followers = []
+
+        class Slow(socket.socket):
+            def close(self):
+                super().close()
+                if not followers:
+                    followers.append(listen.Listener(parse_address(address)))
+
+        first = listen.Listener(parse_address(address))
+        first.socket = Slow(fileno=first.socket.detach())
+        for _ in range(2):
+            first.close()
+            assert path.exists()
+        followers[0].close()
+        assert not path.exists()
+
     def test_of_several_that_start_at_a_time_one_serves(self, driver, address):
         """The others are refused; nobody's socket is lost."""
         servers, refused = [], []

@@ -67,6 +67,7 @@ class HttpServer:
 
     def close(self) -> None:
         """Stop answering, remove the socket file. Idempotent."""
+        self._listener.withdraw()  # the loop closes the socket
         self._uvicorn.should_exit = True
         self._thread.join()
         self._listener.close()
