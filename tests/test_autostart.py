@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -57,6 +56,23 @@ def test_a_server_that_was_killed_is_started_again(address, servers_at):
     autostart.ensure_server(config)
     (second,) = servers_at(address)
     assert second.pid != first.pid
+
+
+def test_a_server_runs_nothing_of_the_engines_current_folder(address, servers_at, tmp_path, monkeypatch):
+    """B513: whatever is called there as something that it imports; paths in its settings are those of the engine."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    for name in ("typer", "json", "qkvault"):
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'run')!r}, 'w').close()\nraise SystemExit('not ours')"
+        )
+    monkeypatch.chdir(folder)
+    autostart.ensure_server(
+        Config(address=address, autostart=True, ram_bytes=1 << 22, prefault=False, disk_path="disk", disk_bytes=1 << 22)
+    )
+    assert len(servers_at(address)) == 1
+    assert not (tmp_path / "run").exists()
+    assert (folder / "disk").is_dir()
 
 
 @pytest.fixture
@@ -137,10 +153,71 @@ def test_a_start_that_nobody_needs_any_more_is_not_waited_for(address):
     config = Config(address=address, autostart=True, ram_bytes=1 << 22, prefault=False)
     started = time.monotonic()
     autostart.Reviver(config)(lambda: True)
-    with autostart._turn(parse_address(address).path, fcntl.LOCK_EX):
+    with autostart._turn(parse_address(address).path):
         autostart.Reviver(config)(lambda: False)
     assert time.monotonic() - started < 0.5
     until(lambda: autostart._answers(config))
+
+
+@pytest.fixture
+def fork():
+    """Forks children that do nothing, as a data loader may between two batches; they end with the test."""
+    pids = []
+
+    def fork():
+        pids.append(os.fork())
+        if not pids[-1]:
+            signal.pause()
+            os._exit(0)
+
+    yield fork
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_child_that_is_forked_during_a_start_is_in_nobodys_way(address, fork):
+    """B514: it has the lock's descriptor for as long as it lives."""
+    path = parse_address(address).path
+    with autostart._turn(path) as is_ours:
+        assert is_ours
+        fork()
+    with autostart._turn(path) as is_ours:
+        assert is_ours
+
+
+def test_an_engine_whose_turn_never_comes_says_who_has_it(address, monkeypatch):
+    """B514: within the minute that a start may take; no process is started."""
+    monkeypatch.setattr(autostart, "_START_SECONDS", 0.1)
+    path = parse_address(address).path
+    with autostart._turn(path), pytest.raises(ConfigError, match=rf"another process holds {path}\.lock"):
+        autostart.ensure_server(Config(address=address, autostart=True))
+
+
+def test_a_server_that_answers_is_enough_whoever_has_the_turn(address):
+    """B514: an engine that comes while another one looks does not wait for it."""
+    config = Config(address=address, autostart=True, ram_bytes=1 << 22, prefault=False)
+    autostart.ensure_server(config)
+    with autostart._turn(parse_address(address).path):
+        autostart.ensure_server(config)
+
+
+def test_a_server_that_has_ended_is_not_killed(address, monkeypatch):
+    """Its number may be another process's by then."""
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
+    with pytest.raises(ConfigError, match="the pool needs"):
+        autostart.ensure_server(Config(address=address, autostart=True, ram_bytes=1 << 50))
+    assert killed == []
+
+
+def test_a_server_that_does_not_answer_in_time_is_killed(address, monkeypatch, servers_at):
+    """B514: so that the next one finds the place free."""
+    monkeypatch.setattr(autostart, "_START_SECONDS", 0.1)
+    monkeypatch.setattr(autostart, "_MAIN", "import signal; signal.pause()")
+    with pytest.raises(ConfigError, match="did not start: it said nothing"):
+        autostart.ensure_server(Config(address=address, autostart=True))
+    until(lambda: all(each.status() == psutil.STATUS_ZOMBIE for each in servers_at(address)))
 
 
 def until(holds):

@@ -24,6 +24,8 @@ _START_SECONDS: Final = 60.0  # a pool of 60 GB is pre-faulted by then
 _PAUSE_SECONDS: Final = 0.02
 _MAX_LOG_BYTES: Final = 1 << 20  # a longer one is put aside at the next start
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 60.0  # between two starts of a server that goes again and again
+# The command, but that nothing is imported from the engine's current folder: Python 3.10 has no flag for that.
+_MAIN: Final = "import sys; sys.path[:] = filter(None, sys.path); from qkvault.cli.app import main; main()"
 _started: Final[set[int]] = set()  # processes of servers, as far as they are not known to have ended
 # Settings of the engine's own process; all others are the server's.
 _NOT_THE_SERVERS: Final = frozenset({"address", "autostart", "timeout_seconds", "instance_id", "token", "listen"})
@@ -34,15 +36,26 @@ def ensure_server(config: Config) -> None:
     """See to it that a server answers at ``config.address``, a Unix socket: start one with these settings if not.
 
     Of several that call at a time one starts it, and all wait. It goes on when this process ends. Blocks until it
-    answers, a minute at most. Raises ConfigError if it cannot be started, with the last thing it said.
+    answers, a minute at most. Raises ConfigError if it cannot be started, with the last thing it said, or if others
+    have kept the turn to start it so long.
     """
     where = parse_address(config.address or "")
     if not where.is_unix:
         msg = f"autostart: {where} is not a Unix socket; start that server yourself, with qkvault serve"
         raise ConfigError(msg)
-    with _turn(where.path, fcntl.LOCK_EX):
-        if not _answers(config):
-            _start(config, where.path, lambda: False)
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        with _turn(where.path) as is_ours:
+            if _answers(config):
+                return
+            if is_ours:
+                _start(config, where.path, lambda: False, deadline)
+                return
+        if time.monotonic() > deadline:
+            lock_path = _lock_path(where.path)
+            msg = f"autostart: no server answers at {where}, and another process holds {lock_path}: fuser tells which"
+            raise ConfigError(msg)
+        time.sleep(_PAUSE_SECONDS)
 
 
 class Reviver:
@@ -63,12 +76,12 @@ class Reviver:
             return
         path = parse_address(self._config.address or "").path
         try:
-            with _turn(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with _turn(path) as is_ours:
+                if not is_ours:  # it is being started
+                    return
                 if not _answers(self._config):
-                    _start(self._config, path, is_over)
+                    _start(self._config, path, is_over, time.monotonic() + _START_SECONDS)
             self._pause_seconds = _FIRST_PAUSE_SECONDS
-        except BlockingIOError:  # it is being started
-            return
         except (ConfigError, OSError) as error:
             _log.warning("server_not_started", error=str(error))
             self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
@@ -76,20 +89,29 @@ class Reviver:
 
 
 @contextmanager
-def _turn(path: str, how: int) -> Iterator[None]:
-    # One after the other; the system ends the turn of a process that dies.
-    lock_path = f"{path}.lock"
+def _turn(path: str) -> Iterator[bool]:
+    # One after the other: whether it is ours. The system ends the turn of a process that dies.
+    lock_path = _lock_path(path)
     try:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         msg = f"autostart: {lock_path} cannot be made: {error}"
         raise ConfigError(msg) from error
+    is_ours = False
     try:
-        fcntl.flock(descriptor, how)
-        yield
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+        yield is_ours
     finally:
+        if is_ours:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has it as well
         os.close(descriptor)
+
+
+def _lock_path(path: str) -> str:
+    return f"{path}.lock"
 
 
 def _answers(config: Config) -> bool:
@@ -104,14 +126,12 @@ def _answers(config: Config) -> bool:
     return True
 
 
-def _start(config: Config, path: str, is_over: Callable[[], bool]) -> None:
+def _start(config: Config, path: str, is_over: Callable[[], bool], deadline: float) -> None:
+    # ``deadline`` is on the monotonic clock.
     for started in _started.copy():  # those that have ended stay in the system's table until somebody has asked
-        with suppress(ChildProcessError):
-            if not os.waitpid(started, os.WNOHANG)[0]:
-                continue
-        _started.discard(started)
+        _has_ended(started)
     log_path = Path(f"{path}.log")
-    command = [sys.executable, "-m", "qkvault", "serve", "--listen", str(config.address), *_settings(config)]
+    command = [sys.executable, "-c", _MAIN, "serve", "--listen", str(config.address), *_settings(config)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QKVAULT_")}
     if config.token:
         environment["QKVAULT_TOKEN"] = config.token  # others can read a command line
@@ -134,14 +154,25 @@ def _start(config: Config, path: str, is_over: Callable[[], bool]) -> None:
         )
     _started.add(pid)
     _log.info("server_started", address=config.address, pid=pid, log=str(log_path))
-    deadline = time.monotonic() + _START_SECONDS
     while not _answers(config) and not is_over():
-        if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() > deadline:
-            with suppress(ProcessLookupError):
+        has_ended = _has_ended(pid)
+        if has_ended or time.monotonic() > deadline:
+            if not has_ended:  # else the number may be another process's by now
                 os.kill(pid, signal.SIGKILL)
             msg = f"autostart: the server did not start: {_last_line(log_path)} (all of it in {log_path})"
             raise ConfigError(msg)
         time.sleep(_PAUSE_SECONDS)
+
+
+def _has_ended(started: int) -> bool:
+    # A process of ours; once it is known, it is forgotten.
+    try:
+        has_ended = os.waitpid(started, os.WNOHANG)[0] != 0
+    except ChildProcessError:  # somebody else has asked
+        has_ended = True
+    if has_ended:
+        _started.discard(started)
+    return has_ended
 
 
 def _settings(config: Config) -> Iterator[str]:

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import closing
 
+import psutil
 import pytest
 
 from qkvault.client import StoreClient
@@ -150,6 +151,8 @@ def test_calls_are_fast_misses_while_a_server_is_stopped_or_gone(start, server, 
         server.send(number)
         if number is signal.SIGKILL:
             server.wait()
+        else:
+            until(lambda: psutil.Process(server.pid).status() == psutil.STATUS_STOPPED)
         took = owner.misses_of(3.0)
         assert took[len(took) * 99 // 100] < MISS_SECONDS
         assert took[-1] < TIMEOUT_SECONDS + MISS_SECONDS * 10

@@ -10,10 +10,12 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from qkvault.address import parse_address
 from qkvault.errors import ConfigError
 from qkvault.keys import RequestIdentity
 from qkvault.testing.transport_contract import WAIT_SECONDS, until
 from qkvault.tiers.disk import DiskTier
+from qkvault.wire import listen
 
 pytest.importorskip("starlette", reason="the extra `server` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `server` is not installed")
@@ -323,6 +325,22 @@ class TestNonsense:
                 pass
             assert received == b"" or b" 408 " in received
             plain.close()
+
+    def test_pages_that_start_while_others_close_keep_their_file(self, make_server, tmp_path, monkeypatch):
+        """B515: also where the file system gives it the number of the one before."""
+        monkeypatch.setattr(listen, "_file_at", lambda _: (1, 1))
+        server = make_server(http=f"unix://{tmp_path}/h")
+        followers, join = [], server._http._thread.join
+
+        def join_slowly():
+            join()
+            followers.append(listen.Listener(parse_address(f"unix://{tmp_path}/h")))
+
+        monkeypatch.setattr(server._http._thread, "join", join_slowly)
+        server._http.close()
+        assert (tmp_path / "h").exists()
+        monkeypatch.undo()
+        followers[0].socket.close()
 
     def test_there_are_only_so_many_connections(self, server, http):
         """B218: of operators; what is one too many is closed, and engines are none of them."""

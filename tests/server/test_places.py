@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
@@ -12,13 +12,44 @@ from qkvault.config import load
 from qkvault.connecting import default_address
 from qkvault.errors import ConfigError, QKVaultError, Unavailable
 from qkvault.server.places import http_place, require_sound, server_tls, store_places
-from qkvault.testing.transport_contract import find, read, save
+from qkvault.testing.transport_contract import WAIT_SECONDS, find, read, save, until
 
 SAFE = {"tls_cert_path": "/c", "tls_key_path": "/k", "token": "geheim"}
+HEALTH = b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n"
 
 
 def config_of(**settings):
     return load(env={}, cli=settings).config
+
+
+def ask_health(where, certificate):
+    context = ssl.create_default_context(cafile=certificate[0])
+    with (
+        closing(socket.create_connection(where, WAIT_SECONDS)) as plain,
+        closing(context.wrap_socket(plain, server_hostname="127.0.0.1")) as secured,
+    ):
+        secured.sendall(HEALTH)
+        return secured.recv(65536)
+
+
+def is_answered(where, certificate):
+    try:
+        return ask_health(where, certificate) != b""
+    except OSError:
+        return False
+
+
+def is_cut_off(plain):
+    """Whether the server closes it, whatever it says before."""
+    with closing(plain):
+        try:
+            while plain.recv(4096):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+    return True
 
 
 class TestRules:
@@ -95,6 +126,11 @@ class TestTls:
             listen="tcp://127.0.0.1:0", tls_cert_path=cert, tls_key_path=key, token="geheim", http="127.0.0.1:0"
         )
 
+    @pytest.fixture
+    def where(self, server):
+        """Host and port of its pages."""
+        return "127.0.0.1", int(server.http_address.rpartition(":")[2])
+
     def test_a_prompt_goes_there_and_back(self, server, connect, certificate):
         """B209: through TLS, for who has the certificate and the token."""
         (address,) = server.addresses
@@ -128,11 +164,50 @@ class TestTls:
         with pytest.raises(ConfigError, match="tls_ca_path"):
             connect(server.addresses[0], tls_ca_path="/nowhere")
 
-    def test_the_pages_speak_tls_too(self, server, certificate):
+    def test_the_pages_speak_tls_too(self, server, certificate, where):
         """B209: one certificate for all that listens on TCP."""
         assert server.http_address.startswith("https://127.0.0.1:")
-        where = ("127.0.0.1", int(server.http_address.rpartition(":")[2]))
-        context = ssl.create_default_context(cafile=certificate[0])
-        with closing(context.wrap_socket(socket.create_connection(where, 20), server_hostname="127.0.0.1")) as plain:
-            plain.sendall(b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            assert plain.recv(65536).startswith(b"HTTP/1.1 200")
+        assert ask_health(where, certificate).startswith(b"HTTP/1.1 200")
+
+    def test_a_page_may_be_asked_for_with_the_end_of_the_handshake(self, where, certificate):
+        """It is answered through TLS, and once."""
+        received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = ssl.create_default_context(cafile=certificate[0]).wrap_bio(received, sent, server_hostname="127.0.0.1")
+        with closing(socket.create_connection(where, WAIT_SECONDS)) as plain:
+            with pytest.raises(ssl.SSLWantReadError):
+                tls.do_handshake()
+            plain.sendall(sent.read())
+            while tls.version() is None or sent.pending == 0:
+                received.write(plain.recv(65536))
+                with suppress(ssl.SSLWantReadError):
+                    tls.do_handshake()
+            tls.write(HEALTH)
+            plain.sendall(sent.read())
+            answer = b""
+            while b"ok" not in answer:
+                received.write(plain.recv(65536))
+                with suppress(ssl.SSLWantReadError):
+                    while record := tls.read(65536):
+                        answer += record
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.count(b"HTTP/1.1") == 1
+
+    @pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.0\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"])
+    def test_connections_that_never_finish_the_handshake_are_cut_off(self, where, certificate, monkeypatch, said):
+        """B512: as those without TLS that ask for nothing."""
+        monkeypatch.setattr("qkvault.server.http._ASK_SECONDS", 0.3)
+        silent = [socket.create_connection(where, WAIT_SECONDS) for _ in range(3)]
+        for plain in silent:
+            plain.sendall(said)
+        for plain in silent:
+            assert is_cut_off(plain)
+        monkeypatch.undo()
+        assert ask_health(where, certificate).startswith(b"HTTP/1.1 200")
+
+    def test_connections_that_never_begin_the_handshake_are_counted(self, where, certificate):
+        """B512: what is one too many is closed at once."""
+        many = [socket.create_connection(where, WAIT_SECONDS) for _ in range(80)]
+        assert all(is_cut_off(plain) for plain in many[64:])
+        for plain in many:
+            plain.close()
+        until(lambda: is_answered(where, certificate))

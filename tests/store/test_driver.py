@@ -364,6 +364,22 @@ class TestScans:
         closer.join(WAIT_SECONDS)
         assert not closer.is_alive()
 
+    def test_a_scan_that_hangs_does_not_stop_the_end(self, monkeypatch, caplog):
+        """B510: of a disk that has gone, say. What it finds when it comes back nobody is told."""
+        monkeypatch.setattr("qkvault.store.scan._END_SECONDS", 0.05)
+        tier = Gated(filled("aabb"))
+        driver = make_driver(tier)
+        assert tier.is_scanning.wait(WAIT_SECONDS)
+        closer = threading.Thread(target=driver.close)
+        closer.start()
+        closer.join(WAIT_SECONDS)
+        is_closed = not closer.is_alive()
+        tier.gate.set()
+        until(lambda: not any(thread.is_alive() for thread in driver.threads))
+        assert is_closed
+        assert "closed_while_hanging threads=qkvault-scan" in caplog.text
+        assert len(driver.manager.index) == 0
+
 
 class TestRequests:
     def test_a_fault_of_ours_is_the_answer_to_one_request(self, start, monkeypatch):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import resource
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -20,9 +23,29 @@ from qkvault.pool import Pool
 from qkvault.testing.transport_contract import find, read, reserve, save
 from qkvault.wire import codec, connection, listen
 from qkvault.wire import messages as m
+from qkvault.wire import server as server_module
 from qkvault.wire.server import SocketServer
 
 HELLO = codec.encode(m.Hello(m.PROTOCOL_VERSION, "raw"), 1, 0)
+
+
+@contextlib.contextmanager
+def all_descriptors_taken(*, but):
+    """This process gets ``but`` descriptors more, and then none."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 64, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(but):
+            os.close(taken.pop())
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 class TestAddress:
@@ -79,6 +102,25 @@ class TestAddress:
         with closing(SocketServer(driver, driver.pool, address, epoch=1)):
             server.close()
             assert path.exists()
+
+    def test_a_server_that_starts_while_another_closes_keeps_its_file(self, address, path, monkeypatch):
+        """B515: also where the file system gives it the number of the one before."""
+        monkeypatch.setattr(listen, "_file_at", lambda _: (1, 1))
+        followers = []
+
+        class Slow(socket.socket):
+            def close(self):
+                super().close()
+                if not followers:
+                    followers.append(listen.Listener(parse_address(address)))
+
+        first = listen.Listener(parse_address(address))
+        first.socket = Slow(fileno=first.socket.detach())
+        for _ in range(2):
+            first.close()
+            assert path.exists()
+        followers[0].close()
+        assert not path.exists()
 
     def test_of_several_that_start_at_a_time_one_serves(self, driver, address):
         """The others are refused; nobody's socket is lost."""
@@ -287,6 +329,20 @@ class TestClients:
         monkeypatch.setattr(socket.socket, "accept", fail)
         assert isinstance(ask(raw(), HELLO), m.Welcome)
         client.check()
+
+    def test_a_server_without_descriptors_answers_those_it_has(self, client, server, raw, ask, monkeypatch):
+        """B511: who is turned away is not looked at again and again; who still waits then is taken."""
+        looks, accept = [], server._listener.accept
+        monkeypatch.setattr(server._listener, "accept", lambda: looks.append(time.monotonic()) or accept())
+        with all_descriptors_taken(but=1):
+            begun = time.monotonic()
+            plain = raw()
+            for _ in range(200):
+                client.ping()
+            while not looks:
+                client.ping()
+            assert len(looks) <= 1 + (time.monotonic() - begun) / server_module._SHORTAGE_SECONDS
+        assert type(ask(plain, HELLO)) is m.Welcome
 
     def test_a_process_that_is_killed_leaves_nothing(self, client, driver, address, until):
         """B121: its write in the middle of a copy is aborted, its reads are released, and nobody sees a byte."""

@@ -75,16 +75,13 @@ class StoreDriver:
             reap_timeout_seconds=traits.reap_timeout_seconds,
             registration_grace_seconds=traits.registration_grace_seconds,
         )
-        self._scan = Scan(manager, self.tiers if scan else (), self._changed, self._after_change)
         for tier in self.tiers:
             tier.notify(self._wake.set)
-        self._threads = [threading.Thread(target=self._run, name="qkvault-store", daemon=True)]
-        if not self._scan.is_over:
-            self._threads.append(
-                threading.Thread(target=self._scan.run, args=(self._sessions.found,), name="qkvault-scan", daemon=True)
-            )
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="qkvault-store", daemon=True)
+        self._scan = Scan(
+            manager, self.tiers if scan else (), self._changed, self._after_change, on_spaces=self._sessions.found
+        )
+        self._thread.start()
         self._scan.wait_sampled(_SAMPLE_SECONDS)
 
     @property
@@ -95,7 +92,7 @@ class StoreDriver:
     @property
     def threads(self) -> list[threading.Thread]:
         """Those that have to be alive."""
-        return self._threads[:1] if self._scan.is_over else self._threads
+        return [self._thread] if self._scan.is_over else [self._thread, self._scan.thread]
 
     def open_session(self, client: str) -> int:
         """A new session's id."""
@@ -188,9 +185,9 @@ class StoreDriver:
     def close(self, *, drain_seconds: float = 10.0, purge: bool = False) -> int:
         """Finish what was begun (at most ``drain_seconds``), stop the threads, close tiers and pool. Idempotent.
 
-        ``purge`` empties the tiers. A scan that is under way is given up. Returns, and logs, how many chunks of RAM a
-        tier should have and was not given in that time, or could not take, and how many it should not have any more and
-        still has; 0 with ``purge``.
+        ``purge`` empties the tiers. A scan that is under way is given up, and left behind if it hangs for seconds.
+        Returns, and logs, how many chunks of RAM a tier should have and was not given in that time, or could not take,
+        and how many it should not have any more and still has; 0 with ``purge``.
         """
         with self._changed:
             is_over = self._is_closing or self._changed.wait_for(self._has_no_jobs, drain_seconds)
@@ -200,8 +197,7 @@ class StoreDriver:
             self._changed.notify_all()
         self._wake.set()
         self._scan.close()
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
         for tier in self.tiers:
             try:
                 if purge:

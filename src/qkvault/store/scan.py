@@ -21,12 +21,12 @@ from qkvault.wire.transport import Early
 
 _MAX_EARLY: Final = 256  # keys that one request asks tiers for while they are scanned: some 20 ms of small reads
 _EARLY_SECONDS: Final = 0.25  # that it waits for the answer at most
-_END_SECONDS: Final = 1.0  # given to a read that hangs when the store closes
+_END_SECONDS: Final = 5.0  # given to reads that hang when the store closes
 _log = get_logger("store")
 
 
 class Scan:
-    """The scan of all tiers of one store, once."""
+    """The scan of all tiers of one store, once, by two threads: one reads all, one what it is asked for."""
 
     def __init__(
         self,
@@ -34,19 +34,27 @@ class Scan:
         tiers: Sequence[Tier],
         changed: threading.Condition,
         after_change: Callable[[], None],
+        *,
+        on_spaces: Callable[[list[bytes]], None],
     ) -> None:
-        """``changed`` is the condition over the lock of ``manager``; ``after_change()`` is called under it."""
+        """Start, if there are tiers. ``changed`` is the condition over the lock of ``manager``.
+
+        Under it ``after_change()`` is called, and ``on_spaces`` first of all with descriptions of the spaces there are.
+        """
         self._manager = manager
         self._each = list(zip(manager.tiering.books, tiers, strict=False))
         self._changed = changed
         self._after_change = after_change
+        self._on_spaces = on_spaces
         self._num_left = len(self._each)  # tiers that are not scanned to the end
         self._is_sampled = threading.Event()
         self._questions: SimpleQueue[tuple[list[bytes], Future[None]] | None] = SimpleQueue()
         self._asked_seconds: deque[float] = deque()  # when those were asked that have no answer, the oldest first
+        self.thread = threading.Thread(target=self._run, name="qkvault-scan", daemon=True)
         self._finder = threading.Thread(target=self._run_finder, name="qkvault-find", daemon=True)
         self.is_given_up = False
         if self._each:
+            self.thread.start()
             self._finder.start()
         else:
             manager.forgotten.end()
@@ -56,31 +64,8 @@ class Scan:
         """Whether all is known."""
         return self._num_left == 0
 
-    def run(self, on_spaces: Callable[[list[bytes]], None]) -> None:
-        """Read all; first of all, for ``on_spaces``, descriptions of the spaces that there are. For its own thread."""
-        for _, tier in self._each:
-            try:
-                sample = tier.sample()
-            except Exception:  # thread top: engines will describe their spaces themselves
-                _log.exception("sample_failed", tier=tier.name)
-                continue
-            with self._changed:
-                on_spaces([found.space for found in sample if space_id_of(found.space) == found.key[:SPACE_BYTES]])
-        self._is_sampled.set()
-        for book, tier in self._each:
-            try:
-                self._read(book, tier)
-            except Exception:  # thread top: a tier that cannot be scanned starts empty
-                _log.exception("scan_failed", tier=tier.name)
-            with self._changed:
-                self._num_left -= 1
-                if self.is_over:
-                    self._manager.forgotten.end()
-                    self._questions.put(None)
-                self._changed.notify_all()
-
     def wait_sampled(self, timeout_seconds: float) -> None:
-        """Block until ``on_spaces`` has been told all, if there is anything to tell, or the time is up."""
+        """Block until it is known what spaces there are, if there are tiers, or the time is up."""
         if self._each:
             self._is_sampled.wait(timeout_seconds)
 
@@ -105,10 +90,45 @@ class Scan:
         return early
 
     def close(self) -> None:
-        """End the thread that asks by key. A scan under way is given up by ``is_given_up``."""
+        """End both threads; a scan under way is given up by ``is_given_up``. One that hangs is left behind.
+
+        It blocks for some seconds at most. What such a thread still finds nobody is told.
+        """
         self._questions.put(None)
-        if self._each:
-            self._finder.join(_END_SECONDS)
+        if not self._each:
+            return
+        deadline = time.monotonic() + _END_SECONDS
+        threads = (self.thread, self._finder)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if hanging := [thread.name for thread in threads if thread.is_alive()]:
+            _log.warning("closed_while_hanging", threads=",".join(hanging))
+
+    def _run(self) -> None:
+        for _, tier in self._each:
+            try:
+                sample = tier.sample()
+            except Exception:  # thread top: engines will describe their spaces themselves
+                _log.exception("sample_failed", tier=tier.name)
+                continue
+            with self._changed:
+                self._on_spaces(
+                    [found.space for found in sample if space_id_of(found.space) == found.key[:SPACE_BYTES]]
+                )
+        self._is_sampled.set()
+        for book, tier in self._each:
+            if self.is_given_up:
+                return
+            try:
+                self._read(book, tier)
+            except Exception:  # thread top: a tier that cannot be scanned starts empty
+                _log.exception("scan_failed", tier=tier.name)
+            with self._changed:
+                self._num_left -= 1
+                if self.is_over:
+                    self._manager.forgotten.end()
+                    self._questions.put(None)
+                self._changed.notify_all()
 
     def _run_finder(self) -> None:
         while (question := self._questions.get()) is not None:

@@ -49,12 +49,17 @@ class Listener:
             return None
         return accepted
 
-    def close(self) -> None:
-        """Stop listening. Idempotent."""
-        self.socket.close()
+    def withdraw(self) -> None:
+        """Remove the file; to be called while the socket listens, when nobody can have replaced it. Idempotent."""
         with contextlib.suppress(OSError):
             if self._file is not None and _file_at(self.address.path) == self._file:  # not a successor's
                 Path(self.address.path).unlink()
+        self._file = None  # the next file may have the number of ours
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self.withdraw()
+        self.socket.close()
 
 
 def tune(connection: socket.socket) -> None:

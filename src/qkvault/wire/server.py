@@ -7,6 +7,7 @@ itself: no bytes of chunks pass the socket, and no shared segment has a name tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import select
 import socket
 import ssl
@@ -23,7 +24,9 @@ from qkvault.wire.connection import BUFFER_BYTES, Connection, Door
 from qkvault.wire.listen import Listener
 from qkvault.wire.transport import Handler
 
-_ACCEPT_PAUSE_SECONDS: Final = 0.01
+_FAULT_PAUSE_SECONDS: Final = 0.01
+_SHORTAGE_SECONDS: Final = 0.1  # without a look at the listener, when there was no descriptor for who waits there
+_SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _LOOK_SECONDS: Final = 1.0  # between two looks at who should have moved something
 _HELLO_SECONDS: Final = 10.0  # a connection that has not said hello by then is closed
 _MAX_STRANGERS: Final = 256  # connections that have not said hello; of more the oldest are closed
@@ -74,6 +77,7 @@ class SocketServer:
         self._strangers: dict[Connection, float] = {}  # have not said hello: until when they may
         self._returning: set[Connection] = set()  # to be served again without a word of their sockets
         self._unfinished: set[Connection] = set()  # those that have said it, and may not rest
+        self._accepts_seconds: float | None = None  # when the listener is looked at again, if it is not
         self._looked_seconds = 0.0  # when their patience was last counted, on the monotonic clock
         self.thread = threading.Thread(target=self._run, name="qkvault-wire", daemon=True)
         self.thread.start()
@@ -101,15 +105,18 @@ class SocketServer:
                 self._look(events)
             except Exception:  # thread top: what one client or one look costs is not the others'
                 _limited.warning("wire_failed", error=traceback.format_exc(limit=-3))
-                time.sleep(_ACCEPT_PAUSE_SECONDS)  # it may come again at once
+                time.sleep(_FAULT_PAUSE_SECONDS)  # it may come again at once
         for connection in list(self._connections.values()):
             self._drop(connection)
 
     def _rest_seconds(self) -> float | None:
         # How long nothing is to be done unless something happens.
-        if self._returning:
-            return min(each.returns_seconds or 0.0 for each in self._returning)
-        return _LOOK_SECONDS if self._strangers or self._unfinished else None
+        rests = [each.returns_seconds or 0.0 for each in self._returning]
+        if self._accepts_seconds is not None:
+            rests.append(_SHORTAGE_SECONDS)
+        if self._strangers or self._unfinished:
+            rests.append(_LOOK_SECONDS)
+        return min(rests, default=None)
 
     def _look(self, events: list[tuple[int, int]]) -> None:
         for descriptor, _ in events:
@@ -125,6 +132,9 @@ class SocketServer:
             self._drop_strangers()
         if self._unfinished:
             self._drop_stuck()
+        if self._accepts_seconds is not None and time.monotonic() >= self._accepts_seconds:
+            self._accepts_seconds = None
+            self._epoll.modify(self._listener.socket, select.EPOLLIN)
 
     def _accept(self) -> None:
         try:
@@ -135,7 +145,9 @@ class SocketServer:
                 accepted = self._tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
         except OSError as error:  # out of descriptors, or the client has gone again
             _limited.warning("accept_failed", error=str(error))
-            time.sleep(_ACCEPT_PAUSE_SECONDS)  # it would come again at once
+            if error.errno in _SHORTAGES:  # who waits is told again and again: the others are not to pay for it
+                self._epoll.modify(self._listener.socket, 0)
+                self._accepts_seconds = time.monotonic() + _SHORTAGE_SECONDS
             return
         connection = Connection(self._door, accepted)
         self._connections[connection.descriptor] = connection
