@@ -299,6 +299,20 @@ class TestStoring:
         assert context.retrieve(TOKENS) is None
         assert context.delete(TOKENS) == 0
 
+    @pytest.mark.parametrize("num_before", [64, 48])
+    def test_a_prompt_that_ends_within_a_chunk_is_replaced_and_deleted(
+        self, place, open_context, make_spaces, make_parts, num_before
+    ):
+        """B524: what goes on from there goes too, and is not taken for it."""
+        context = open_context(place, spaces=make_spaces())
+        context.store(make_parts(num_before), TOKENS[:num_before])
+        new = make_parts(32)
+        assert context.store(new, TOKENS[:32], overwrite=True).written_tokens == 32
+        assert torch.equal(context.retrieve(TOKENS[:32]).k, new[0])
+        context.store(make_parts(num_before), TOKENS[:num_before])
+        assert context.delete(TOKENS[:32]) >= 1
+        assert context.lookup(TOKENS[:32]) == 0
+
     def test_rows_that_are_not_there_are_refused(self, make_parts):
         given = CacheTensors.of(CacheKind.KV, make_parts(8), start=4)
         for wrong in ([3], [12], [5, 5], [6, 5]):

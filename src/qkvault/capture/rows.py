@@ -181,11 +181,11 @@ class Collector:
                 self._settle(chunk)
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that was preempted or aborted. Unknown ones are none of ours."""
+        """Forget a request that was preempted or aborted, also if it has ended. Unknown ones are none of ours."""
         request = self._requests.pop(request_id, None)
-        if request is not None:
-            for chunk in list(request.chunks.values()):
-                self._drop(chunk, Reason.ENDED)
+        chunks = [chunk for chunk in self._ended if chunk.request.request_id == request_id]
+        for chunk in [*chunks, *(request.chunks.values() if request is not None else ())]:
+            self._drop(chunk, Reason.ENDED)
 
     def clear(self) -> None:
         """Forget everything, whole chunks included."""

@@ -10,6 +10,7 @@ from typing import Final
 from qkvault.image import sketch_of, tokens_in
 from qkvault.pool import Pool
 from qkvault.store.book import TierBook
+from qkvault.store.forgotten import is_one_chain
 from qkvault.store.index import Entry, Packed, Shape
 from qkvault.store.leases import Lease, LeaseTable, Partial
 from qkvault.store.leaving import RAM, Leaving
@@ -156,7 +157,7 @@ class Core(Leaving):
     def forget(self, parent: bytes, keys: bytes, tail: bytes = b"") -> int:
         """Forget the chunks ``keys`` (48 bytes each) and all that hangs on them: without a head no tail can be hit.
 
-        Also those children of the last of them (without any, of ``parent``) whose tokens are ``tail`` or its beginning.
+        Also those children of the last of them (without any, of ``parent``) that begin ``tail``, or begin with it.
         What is being read goes when its readers are done, what is being written never appears, nor does what a scan
         finds later. Returns how many known chunks are to go.
         """
@@ -166,7 +167,8 @@ class Core(Leaving):
         self.forgotten.add(each)
         if not each:
             self.forgotten.add_tail(parent, sketch)
-        walk = [child for child in (last.children if last is not None else ()) if sketch.startswith(child.sketch)]
+        children = last.children if last is not None else ()
+        walk = [child for child in children if is_one_chain(child.sketch, sketch)]
         return self._forget_all(walk + [entry for key in reversed(each) if (entry := self.index.get(key)) is not None])
 
     def _forget_all(self, walk: list[Entry]) -> int:

@@ -57,7 +57,8 @@ class Feed:
             self._waiting = [RESTART] if self._was_on else []
             self._is_on = self._was_on = True
         while self._untold and len(self._waiting) < limit:
-            key = next(reversed(self._untold))
+            key, _ = self._untold.popitem()  # not the last by a look from the end, which passes all that has gone there
+            self._untold[key] = None
             if not self._tell_line(self._index.get(key)):
                 del self._untold[key]  # it has gone without ever having been anywhere
         taken, self._waiting = self._waiting[:limit], self._waiting[limit:]

@@ -17,6 +17,11 @@ _ENTRY_BYTES: Final = 128  # a key in a set, or an entry of a dict, about
 _MAX_SPACES: Final = 1 << 12  # of more, everything is
 
 
+def is_one_chain(one: bytes, other: bytes) -> bool:
+    """Whether of two sketches one goes on where the other ends. An empty one tells nothing."""
+    return bool(one and other) and (one.startswith(other) or other.startswith(one))
+
+
 class Forgotten:
     """Notes it as long as something may still be found."""
 
@@ -42,7 +47,7 @@ class Forgotten:
             self._bound()
 
     def add_tail(self, parent: bytes, sketch: bytes) -> None:
-        """What hangs on ``parent`` and holds the tokens that ``sketch`` tells, or the first of them, is forgotten."""
+        """What hangs on ``parent`` and holds the tokens that ``sketch`` tells, more or fewer, is forgotten."""
         if self._is_on and sketch and sketch not in (known := self._tails.setdefault(parent, set())):
             known.add(sketch)
             self._tail_bytes += _ENTRY_BYTES + len(sketch)
@@ -61,7 +66,7 @@ class Forgotten:
             self._is_all
             or chunk.key[:SPACE_BYTES] in self._spaces
             or chunk.key in self._keys
-            or any(sketch.startswith(chunk.sketch) for sketch in self._tails.get(chunk.parent, ()))
+            or any(is_one_chain(chunk.sketch, sketch) for sketch in self._tails.get(chunk.parent, ()))
         )
 
     def end(self) -> None:

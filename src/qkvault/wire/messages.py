@@ -166,8 +166,8 @@ class Clear(Request, frozen=True):
 class Forget(Request, frozen=True):
     """Forget the chunks ``keys`` of one chain, of which the first hangs on ``parent``, and all that hangs on them.
 
-    Also chunks behind the last of them that hold ``tail`` or begin it. Those before, and what holds more than ``tail``,
-    stay. Answer: ``Done`` with how many chunks are to go, without those that a scan of a tier has yet to find.
+    Also chunks behind the last of them that begin ``tail``, or begin with it. Those before stay. Answer: ``Done`` with
+    how many chunks are to go, without those that a scan of a tier has yet to find.
     """
 
     parent: Key

@@ -324,7 +324,7 @@ class TestNamesOfMedia:
         engine = toy_engine(enable_prefix_caching=prefix_caching)
         request = engine.add("r", [1, 2, 3], mm_features=[picture("abc")])
         side = engine.connector._scheduler
-        assert (side._track(request) is not None) == is_cached
+        assert (side._track(request, 0) is not None) == is_cached
         side._tracked.clear()
         engine.abort("r")
 
@@ -485,6 +485,8 @@ class TestFingerprint:
                     "hf_config": config.model_config.hf_config,
                     "max_model_len": 2048,
                     "multimodal_config": None,
+                    "quantization_config": None,
+                    "model_weights": "",
                     "model": str(path),
                     **changes,
                 }
@@ -519,8 +521,21 @@ class TestFingerprint:
             fingerprint(path="hub/other"),
         }
         assert len(found) == 6
+        assert fingerprint(model_weights="s3://bucket/model") not in found
         model = {"path": "hub/name"}
         assert fingerprint(**model) != fingerprint(**model, revision="x")
+
+    def test_a_scheme_of_quantisation_counts(self, fingerprint):
+        """B527: ``--quantization online`` says nothing of it; as it was written, or as vLLM has read it."""
+        from vllm.config.quantization import QuantizationConfigArgs
+
+        schemes = [{"linear": "fp8_per_tensor"}, {"linear": "mxfp8"}, {"linear": "mxfp8", "ignore": ["*q_proj*"]}]
+        found = [fingerprint(quantization="online", quantization_config=scheme) for scheme in schemes]
+        read = [QuantizationConfigArgs(**scheme) for scheme in schemes]
+        found += [fingerprint(quantization="online", quantization_config=scheme) for scheme in read]
+        assert len({*found, fingerprint(quantization="online")}) == 7
+        again = QuantizationConfigArgs(**schemes[2])
+        assert fingerprint(quantization="online", quantization_config=again) == found[5]
 
     def test_a_context_length_counts_where_angles_depend_on_it(self, fingerprint):
         """With a dynamic rotary scaling the maximal length is part of the fingerprint, else it is not."""

@@ -207,6 +207,22 @@ def test_what_a_reset_finds_is_not_stored_after_it(toy, query_engine, prompts, v
         engine.close()
 
 
+def test_a_reset_while_only_queries_are_stored_leaves_none(query_engine, prompts, verify):
+    """B354: of a prompt whose K and V are in the store already, in a step that is under way."""
+    engine = query_engine(runner=2, asynchronous=True, is_late=True, settings={"qkvault.min_hit_tokens": 1000})
+    prompt = prompts(130)
+    engine.add("old", prompt, max_tokens=1, sampling={"extra_args": {"kv_transfer_params": {"qkvault.queries": False}}})
+    engine.run()
+    engine.forget_own_prefixes()
+    engine.add("older", prompt, max_tokens=1)
+    engine.step()
+    assert engine.plans[-1].query_steps
+    assert not engine.plans[-1].saves
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run()
+    assert verify(engine) == set()
+
+
 class TestUnplanned:
     """One request that cannot be told of, or a step that vLLM describes in another way."""
 

@@ -62,6 +62,55 @@ def test_what_was_under_way_at_a_reset_does_not_appear_after_it(toy_engine, prom
         engine.close()
 
 
+@ALL
+def test_what_vllm_keeps_of_its_own_at_a_reset_is_not_stored_again(toy_engine, prompts, options):
+    """B525, KEY-19: it keeps all while a request runs. When it has been emptied, later hits in it are stored."""
+    engine = toy_engine(**options)
+    prompt = prompts(300)
+    engine.ask(prompt)
+    engine.add("runs", prompts(100), max_tokens=60)
+    for _ in range(5):
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    for name in ("again", "once more"):
+        engine.add(name, [*prompt, *prompts(40)], max_tokens=2)
+    engine.run()
+    assert engine.num_cached(prompt) == 0
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.ask(prompt)
+    assert engine.num_cached(prompt) == 288
+    longer = [*prompt, *prompts(100)]
+    engine.ask(longer)
+    assert engine.num_cached(longer) == 400 // 16 * 16
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("is_anew", [True, False])
+def test_an_adapter_that_was_trained_on_is_not_given_the_old_ones_kv(toy_engine, prompts, tmp_path, is_anew):
+    """B526: vLLM's own cache knows it by name and path; it is loaded in place, or under another number."""
+    from vllm.lora.request import LoRARequest
+
+    def train(weights):
+        (tmp_path / "poet").mkdir(exist_ok=True)
+        (tmp_path / "poet" / "adapter_model.safetensors").write_bytes(weights)
+
+    engine, prompt = toy_engine(), prompts(300)
+
+    def ask(name, number, **fields):
+        engine.add(name, prompt, max_tokens=2, lora_request=LoRARequest("poet", number, f"{tmp_path}/poet", **fields))
+        engine.run()
+        return {item.key for plan in engine.plans for op in plan.saves if op.request_id == name for item in op.items}
+
+    train(b"weights")
+    assert len(ask("one", 1)) == 5
+    train(b"other weights")
+    again = {"number": 1, "load_inplace": True} if is_anew else {"number": 2}
+    assert ask("two", **again) == set()
+    engine.forget_own_prefixes()
+    assert len(ask("three", **again)) >= 4
+    engine.assert_clean()
+
+
 def test_a_request_that_waits_for_a_disk_across_a_reset_is_computed(toy_engine, prompts, tmp_path):
     """A hit that was promised to nobody yet is gone with the reset."""
     engine = toy_engine(settings={"qkvault.disk_path": str(tmp_path / "disk")})

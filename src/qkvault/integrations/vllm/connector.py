@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -301,6 +302,11 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_report() if self._worker is not None else None
 
     # ---- the scheduler's side ----
+
+    @_guarded(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Where it is seen whether vLLM's own prefix cache is empty."""
+        self._side().local.bind(gpu_block_pool)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -51,6 +51,11 @@ def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
     ]
     if _depends_on_length(config):
         parts.append(str(model.max_model_len))
+    if model.quantization_config is not None:  # what --quantization does not say itself
+        scheme = model.quantization_config
+        parts.append(json.dumps(scheme, sort_keys=True, default=_plain))
+    if model.model_weights:
+        parts.append(model.model_weights)
     if model.multimodal_config is not None:
         parts.append(_media_settings(model.multimodal_config))
     digest = hashlib.sha256()
@@ -69,6 +74,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._known: dict[int, _Adapter] = {}
+        self._digests: dict[tuple[str, str], set[str]] = {}  # all that have been at a name and path
 
     def name_of(self, adapter: LoRARequest) -> str:
         """Name and digest of the adapter, a part of every key. Blocks to read files that are new or have changed.
@@ -89,7 +95,12 @@ class Adapters:
         if known.digest is None:
             msg = f"the files of the adapter {adapter.lora_name!r} have changed since its first use: load it in place"
             raise OSError(msg)
+        self._digests.setdefault((adapter.lora_name, adapter.lora_path), set()).add(known.digest)
         return f"{adapter.lora_name}:{known.digest}"
+
+    def have_changed(self, adapter: LoRARequest | None) -> bool:
+        """Whether its name and path, which is all that vLLM's own prefix cache knows of it, have stood for others."""
+        return adapter is not None and len(self._digests.get((adapter.lora_name, adapter.lora_path), ())) > 1
 
     def is_still(self, adapter: LoRARequest | None, name: str) -> bool:
         """Whether ``name_of`` said this of the adapter and would say it again; "" is no adapter."""
@@ -138,6 +149,13 @@ def files_digest(path: str) -> str:
         digest.update(file.name.encode() + b"\0")
         _update_with_samples(digest, file)
     return digest.hexdigest()
+
+
+def _plain(value: object) -> object:
+    # What json cannot write: settings in classes, and names.
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return str(value)
 
 
 def _media_settings(media: MultiModalConfig) -> str:

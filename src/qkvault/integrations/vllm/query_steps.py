@@ -73,7 +73,7 @@ class QuerySteps:
 
     def reset(self) -> None:
         """What was computed so far is not to be stored."""
-        self._dropped += [step.request_id for step in self._ended]
+        self._dropped += [*(step.request_id for step in self._ended), *self._last_steps]
         self._ended = []
 
     def _step_of(

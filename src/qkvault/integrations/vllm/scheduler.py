@@ -19,7 +19,7 @@ from qkvault.integrations.vllm.fingerprint import Adapters
 from qkvault.integrations.vllm.identity import identity_of
 from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
 from qkvault.integrations.vllm.query_steps import QuerySteps
-from qkvault.integrations.vllm.tracked import Tracked, block_ids_of, computed_before, floor_to
+from qkvault.integrations.vllm.tracked import LocalCache, Tracked, block_ids_of, computed_before, floor_to
 from qkvault.keys import KeySpace
 from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
@@ -71,6 +71,7 @@ class SchedulerSide:
         self._stats = stats
         self._clock = clock
         self._adapters = Adapters()
+        self.local = LocalCache(self._adapters)
         self._tracked: dict[str, Tracked | None] = {}  # None: not to be cached
         self._loads: list[LoadOp] = []
         self._finals: list[SaveOp] = []
@@ -100,7 +101,7 @@ class SchedulerSide:
 
     def matched(self, request: Request, num_local: int) -> int | None:
         """How many tokens beyond ``num_local`` can be loaded now; None: some are on their way, ask again."""
-        tracked = self._track(request)
+        tracked = self._track(request, num_local)
         if tracked is None or not tracked.can_load or request.skip_reading_prefix_cache:
             return 0
         tracked.num_local, tracked.is_asking = num_local, True
@@ -156,7 +157,7 @@ class SchedulerSide:
                 plan.query_steps, plan.query_drops = self._queries.plan(output, self._tracked)
         except Exception as error:  # thread top: vLLM waits for the plan's loads and finals
             _log.warning("saves_not_planned", error=f"{type(error).__name__}: {error}")
-        if plan.saves or plan.finals:
+        if plan.saves or plan.finals or plan.query_steps:
             self._step_saved = self._num_steps
         return plan
 
@@ -206,6 +207,7 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """Forget all of this model, in every tier; nothing is stored that was computed before. Raises Unavailable."""
+        self.local.reset()
         for tracked in self._tracked.values():
             if tracked is not None:
                 self._release(tracked)
@@ -218,7 +220,7 @@ class SchedulerSide:
         if self._step_saved > self._step_heard:
             self._clear_after = self._step_saved  # once the store has obeyed: who refuses once would at every step
 
-    def _track(self, request: Request) -> Tracked | None:
+    def _track(self, request: Request, num_local: int) -> Tracked | None:
         if request.request_id not in self._tracked:
             identity, reason = identity_of(request, self._adapters, hashes_media=self._engine.hashes_media)
             if reason is not None:
@@ -228,6 +230,7 @@ class SchedulerSide:
         tracked = self._tracked[request.request_id]
         if tracked is not None:
             tracked.take_tokens(self._stats)
+            tracked.can_save &= not (self.local.is_doubtful(request) and num_local)
         return tracked if self._engine.can_load else None
 
     def _locate(self, tracked: Tracked) -> int:

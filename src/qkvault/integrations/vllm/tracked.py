@@ -13,6 +13,7 @@ from qkvault.stats import StatsMonitor
 from qkvault.types import ChunkRefs, Medium
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -69,6 +70,36 @@ class Tracked:
         self.num_found = min(self.num_found, start)
         self.stored_tokens = min(self.stored_tokens, start)
         self.saved_end = min(self.saved_end, start)
+
+
+class LocalCache:
+    """Whether vLLM's own prefix cache may have what is older than our keys say. Owned by the scheduler's thread.
+
+    It knows an adapter by name and path, whatever lies there by now, and it is not emptied while requests run.
+    """
+
+    def __init__(self, adapters: Adapters) -> None:
+        """It is empty, or as old as the store."""
+        self._adapters = adapters
+        self._pool: BlockPool | None = None
+        self._is_older = False  # than the last reset, in part
+
+    def bind(self, pool: BlockPool) -> None:
+        """It keeps its blocks in ``pool``."""
+        self._pool = pool
+
+    def reset(self) -> None:
+        """The store was emptied: what is in here is older, if anything is."""
+        self._is_older = True
+
+    def is_doubtful(self, request: Request) -> bool:
+        """Whether what is in it for ``request`` may not be stored under its keys. To be asked of each, before it runs.
+
+        That it was emptied is seen then, when it still is.
+        """
+        if self._is_older and self._pool is not None:
+            self._is_older = len(self._pool.cached_block_hash_to_block) > 0
+        return self._is_older or self._adapters.have_changed(request.lora_request)
 
 
 def floor_to(size: int, num_tokens: int) -> int:
