@@ -474,6 +474,19 @@ def test_close_leaves_no_memory_behind_and_may_be_repeated():
     assert not is_mapped()
 
 
+def test_a_forked_child_that_closes_the_pool_leaves_it_its_bytes():
+    """B521: it has but a copy: the store lives on."""
+    pool = Pool(MIB, name=NAME)
+    pool.view(4096, 2)[:] = b"ok"
+    child = os.fork()
+    if not child:
+        pool.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert pool.view(4096, 2) == b"ok"
+    pool.close()
+
+
 @pytest.mark.parametrize("is_huge", [False, True])
 def test_who_maps_a_pool_that_is_closed_keeps_none_of_its_memory(is_huge, request):
     """B521: an engine that has nothing to do; the next server finds the memory free."""

@@ -216,6 +216,10 @@ class StoreClient:
         """Raise InvariantError unless all that must always hold in the store does."""
         self._ask(m.Check(), m.Done)
 
+    def bury(self) -> None:
+        """As ``Transport.bury``."""
+        self._transport.bury()
+
     def close(self) -> None:
         """End the session: its leases end with it. Idempotent."""
         self._transport.close()

@@ -136,6 +136,7 @@ class Link:
             is_well = False
             try:
                 is_well = self._ping() or self._try()
+                self._bury()
                 if not is_well and self._revive is not None:
                     self._revive(lambda: self._is_closed)
             except Exception:  # thread top: the next attempt may go better
@@ -183,6 +184,12 @@ class Link:
             msg = f"it did not answer in time, and is left alone for {left_seconds:.1f} s"
             raise Unavailable(msg)
         client.rehearse()
+
+    def _bury(self) -> None:
+        # An owner who has nothing to do keeps the session of a store that has died; its memory is wanted elsewhere.
+        client = self._client
+        if client is not None and not client.is_usable:
+            client.bury()
 
     def _ping(self) -> bool:
         # Whether the latest session is well. One that has failed is its owner's to end, unless it is not his yet.

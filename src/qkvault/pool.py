@@ -187,7 +187,7 @@ class Pool:
         What is shared is emptied first, header and payload of a slot at one time: an engine that has nothing to do
         keeps its mapping until it is asked again, and the next store needs the memory.
         """
-        if self._descriptor is not None:
+        if self._descriptor is not None and os.getpid() == self._owner_pid:  # a forked child has only copies
             _empty(self._map)
         self._close_descriptor()
         _unmap(self.memory, self._map)
@@ -208,6 +208,7 @@ class Pool:
         return mapping
 
     def _share(self, name: str, num_bytes: int, flags: int = 0) -> mmap.mmap:
+        self._owner_pid = os.getpid()
         self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         os.fchmod(self._descriptor, 0o600)
         os.ftruncate(self._descriptor, num_bytes)
@@ -333,7 +334,8 @@ class AttachedPool:
 
 def _empty(mapping: mmap.mmap) -> None:
     with contextlib.suppress(OSError, ValueError):  # a kernel that cannot, a pool that is closed
-        mapping.madvise(mmap.MADV_REMOVE)
+        for offset, num_bytes in _steps(len(mapping)):
+            mapping.madvise(mmap.MADV_REMOVE, offset, num_bytes)
 
 
 def _unmap(memory: memoryview, mapping: mmap.mmap) -> None:

@@ -19,8 +19,10 @@ from qkvault.address import parse_address
 from qkvault.config import Config
 from qkvault.connecting import open_client, open_transport
 from qkvault.errors import Unavailable
+from qkvault.link import Link
 from qkvault.memory import meminfo
 from qkvault.testing.transport_contract import find, read, save, until
+from qkvault.wire.messages import Instance
 
 MAIN = "from qkvault.cli.app import main; main()"
 HEAVY = {"torch", "vllm", "transformers", "tokenizers", "starlette", "uvicorn", "zmq", "yaml"}
@@ -390,15 +392,40 @@ class TestKill:
         assert find(client, "ccdd").lease_id == 0
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-    def test_an_idle_client_keeps_no_memory_of_a_killed_server(self, start, number):
-        """B523: the next sign of life finds that it has died, and gives the pages back; one that is stuck has them."""
-        server = start().wait_ready()
-        with closing(open_client(Config(timeout_seconds=1.0), "idle", address=server.address)) as client:
+    def test_an_idle_engine_keeps_no_memory_of_a_killed_server(self, start, number):
+        """B523: a sign of life finds that it has died, and gives the pages back; one that is only stuck has them."""
+        server, config = start().wait_ready(), Config(timeout_seconds=0.2)
+        instance = Instance("idle", "worker", "model")
+        with closing(
+            Link(lambda: open_client(config, "idle", address=server.address), instance, ping_seconds=0.05)
+        ) as link:
+            link.start()
+            client = link.session()
             save(client, "aabb")
             ref = next(iter(find(client, "aabb").ready))
-            assert any(client.pool.view(ref.offset, ref.image_bytes))
             os.kill(server.pid, number)
+            until(lambda: not client.is_usable)
+            if number is signal.SIGSTOP:
+                for _ in range(5):
+                    client.bury()
+                assert any(client.pool.view(ref.offset, ref.image_bytes))
+                os.kill(server.pid, signal.SIGKILL)
+            until(lambda: not any(client.pool.view(ref.offset, ref.image_bytes)))
+            assert link.session() is client
+
+    def test_a_session_that_has_failed_leaves_a_living_server_its_memory(self, start, connect):
+        """B523: also when it is closed at that moment."""
+        server = start().wait_ready()
+        save(connect(server.address), "aabb")
+        for _ in range(20):
+            client = open_client(Config(timeout_seconds=20.0), "idle", address=server.address)
+            client._transport._stream.shutdown()
             with pytest.raises(Unavailable):
                 client.ping()
-            assert any(client.pool.view(ref.offset, ref.image_bytes)) == (number is signal.SIGSTOP)
-        os.kill(server.pid, signal.SIGKILL)
+            threads = [threading.Thread(target=client.bury), threading.Thread(target=client.close)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        other = connect(server.address)
+        assert read(other, find(other, "aabb"), "aabb") == 64

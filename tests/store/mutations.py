@@ -238,13 +238,13 @@ MUTATIONS = {
     "forget leaves what hangs on a chunk": (CORE, "                walk += entry.children\n", "                pass\n"),
     "forget leaves the tail": (
         CORE,
-        "for child in (last.children if last is not None else ()) if",
-        "for child in () if",
+        "for child in children if is_one_chain",
+        "for child in () if is_one_chain",
     ),
     "forget takes more than the tail": (
         CORE,
-        "if sketch.startswith(child.sketch)]",
-        "if sketch[:3] == child.sketch[:3]]",
+        "if is_one_chain(child.sketch, sketch)]",
+        "if child.sketch and sketch]",
     ),
     "forget stops at a hole": (
         CORE,

@@ -11,7 +11,7 @@ import pytest
 
 from qkvault.image import Header, header_bytes_for, sketch_of, write_header
 from qkvault.testing.tier_contract import key_of, tokens_of
-from qkvault.tiers import disk_files
+from qkvault.tiers import disk_files, disk_listing
 from qkvault.tiers import disk_listing as listing
 from qkvault.tiers.base import JobKind
 
@@ -79,6 +79,18 @@ def test_leftovers_of_a_dead_process_are_removed(disk, stored, root):
     assert len(keys_of(disk)) == len(stored)
     assert not leftover.exists()
     assert disk.tier.counters.scan_removed == {"leftover": 1}
+
+
+def test_a_scan_that_outlives_its_tier_removes_nothing(disk, stored, root, monkeypatch):
+    """B510: it hung, and the directory may have another owner by now, whose files are no leftovers."""
+    path = file_of(root, stored[0].key)
+    theirs = Path(disk_files.temporary_of(str(path), "0123abcd", 7))
+    theirs.write_bytes(b"being written")
+    take_stock = disk_listing.take_stock
+    monkeypatch.setattr(disk_listing, "take_stock", lambda *args: (disk.tier.close(), take_stock(*args))[1])
+    assert len(keys_of(disk)) == len(stored)
+    assert theirs.exists()
+    assert disk.tier.counters.scan_removed == {"leftover": 0}
 
 
 def test_a_file_that_is_being_written_is_left_alone(make_disk, slots, root, gate, monkeypatch):

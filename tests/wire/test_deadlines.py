@@ -9,12 +9,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 
+from qkvault.address import parse_address
 from qkvault.errors import DeadlineExceeded, Unavailable
 from qkvault.image import ALIGNMENT_BYTES
 from qkvault.types import KEY_BYTES, ChunkRef, Medium, NewChunk, Outcome
 from qkvault.wire import codec, remote, resolve
 from qkvault.wire import messages as m
 from qkvault.wire.remote import RemoteTransport
+from qkvault.wire.sockets import Stream
 
 SOON_SECONDS = 0.3
 LATE_SECONDS = 2.0  # after the deadline, on a machine that others use as well; each drip here would take longer
@@ -95,6 +97,19 @@ def connect(serve):
         yield make
 
 
+class _Endless:
+    """A view that is never full: what comes next goes over what came before."""
+
+    def __init__(self):
+        self._view = memoryview(bytearray(1 << 16))
+
+    def __len__(self):
+        return 1 << 60
+
+    def __getitem__(self, where):
+        return self._view
+
+
 def data_head(plain):
     plain.sendall(codec.encode(m.Data((IMAGE_BYTES,)), asked(plain), EPOCH, IMAGE_BYTES))
 
@@ -112,6 +127,18 @@ class TestFetchTime:
             transport.fetch([REF], SOON_SECONDS)
         with pytest.raises(Unavailable, match="has ended"):
             transport.call(m.Ping())
+
+    def test_data_that_never_ends_ends_at_the_deadline(self, serve):
+        """B390: nor does it help that there is something to read all the time."""
+
+        def flood(plain):
+            while True:
+                plain.sendall(bytes(1 << 20))
+
+        with closing(Stream(parse_address(serve(flood)), 20.0)) as stream:
+            stream.begin(time.monotonic() + SOON_SECONDS)
+            with within(SOON_SECONDS, TimeoutError):
+                stream.fill(_Endless())
 
     def test_a_head_that_drips_leaves_the_data_no_time_of_its_own(self, connect):
         """B390: head, data and end share what the caller gave."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import socket
 import subprocess
@@ -233,6 +234,12 @@ class TestConnecting:
         fake_server(welcome=m.Welcome(m.PROTOCOL_VERSION, 1 << 40))
         with pytest.raises(Unavailable, match="cannot be mapped"):
             SocketTransport(address, "test", timeout_seconds=20.0)
+
+    def test_a_python_that_cannot_watch_a_process_connects_as_well(self, server, address, monkeypatch):
+        """Some are built without; what is lost is that the memory of a killed store is given back."""
+        monkeypatch.delattr(os, "pidfd_open")
+        with closing(SocketTransport(address, "test", timeout_seconds=20.0)) as transport:
+            assert transport.call(m.Check()) == m.Done()
 
     def test_a_reply_tells_which_life_of_the_store_it_is_from(self, server, address):
         """A client that connects again sees whether it is the same."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 from qkvault.errors import InvariantError, UnknownMedium
@@ -209,7 +209,9 @@ class StoreDriver:
         with self._lock:
             self._take_results()
             num_lost = 0 if purge else len(self.manager.tiering.unwritten(is_over=is_over))
-            num_left = 0 if purge else _num_unremoved(self.manager, self.tiers)
+            books = () if purge else self.manager.tiering.books
+            unremoved = [self.manager.tiering.unremoved(book) for book in books]
+        num_left = sum(map(_num_held, self.tiers, unremoved))
         names = ",".join(tier.name for tier in self.tiers)
         if num_lost:
             _log.warning("chunks_not_written", chunks=num_lost, tiers=names)
@@ -334,17 +336,13 @@ class StoreDriver:
         )
 
 
-def _num_unremoved(manager: StorageManager, tiers: Sequence[Tier]) -> int:
-    # Of tiers that have closed: all that they do not deny to have.
-    num_chunks = 0
-    for book, tier in zip(manager.tiering.books, tiers, strict=True):
-        keys = manager.tiering.unremoved(book)
-        try:
-            num_chunks += sum(tier.contains(key) is not False for key in keys)
-        except Exception:  # thread top: a tier that cannot tell may have all of them
-            _log.exception("tier_not_asked", tier=tier.name)
-            num_chunks += len(keys)
-    return num_chunks
+def _num_held(tier: Tier, keys: Collection[bytes]) -> int:
+    # Of a tier that has closed: all that it does not deny to have.
+    try:
+        return sum(tier.contains(key) is not False for key in keys)
+    except Exception:  # thread top: a tier that cannot tell may have all of them
+        _log.exception("tier_not_asked", tier=tier.name)
+        return len(keys)
 
 
 def _check(manager: StorageManager) -> m.AnyReply:

@@ -70,7 +70,7 @@ class DiskTier(Tier):
         self._root = os.path.abspath(path)  # noqa: PTH100  # a string: paths are made a million times
         self._direct = direct_io
         self._owner = secrets.token_hex(4)  # marks our temporary files
-        self._scan = DiskScan(name, self._root, self._owner, self._is_only_of_file)
+        self._scan = DiskScan(name, self._root, self._owner, self._is_only_of_file, is_ours=lambda: self._lock.is_held)
         self._numbers = itertools.count()
         self._deadlines: dict[JobKind | None, float] = dict.fromkeys((*JobKind, None), write_deadline_seconds)
         self._deadlines[JobKind.LOAD] = read_deadline_seconds
@@ -144,7 +144,9 @@ class DiskTier(Tier):
         return self._workers.drain(timeout_seconds)
 
     def close(self) -> None:
-        if self._workers.close() and self._lock.is_held:
+        if not self._workers.close():
+            self._reads.report("the disk does not answer")  # nor does anybody ask it from now on
+        elif self._lock.is_held:
             self._remove_owed()
         self._spares.drop()
         self._lock.release(remove=self._is_purged)

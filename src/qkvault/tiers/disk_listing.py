@@ -68,19 +68,19 @@ def keys_by_space(root: str) -> Iterator[Iterator[bytes]]:
             yield (entry.key for entry in _walk_space(top, _always) if entry.kind is FileKind.CHUNK)
 
 
-def take_stock(root: str, owner: str, is_skipped: Skip) -> tuple[list[tuple[int, int, str, bytes]], int]:
+def take_stock(root: str, owner: str, is_skipped: Skip) -> tuple[list[tuple[int, int, str, bytes]], list[str]]:
     """All chunks below ``root``, oldest use first: time of that, bytes of the file, path, key. As ``walk``.
 
-    Removes temporary files of others than ``owner``, who have died; the second value is how many.
+    The second value are temporary files of others than ``owner``, who have died if the directory is his.
     """
-    chunks, num_removed = [], 0
+    chunks, leftovers = [], []
     for entry in walk(root, is_skipped):
         if entry.kind is FileKind.CHUNK:
             chunks.append((entry.modified, entry.num_bytes, entry.path, entry.key))
         elif entry.kind is FileKind.TEMPORARY and entry.owner != owner:
-            num_removed += remove(entry.path)
+            leftovers.append(entry.path)
     chunks.sort()
-    return chunks, num_removed
+    return chunks, leftovers
 
 
 def read_headers(paths: Sequence[str], num_bytes: int) -> Iterator[Header | OSError | None]:

@@ -26,13 +26,25 @@ _log = get_logger("tiers")
 class DiskScan:
     """Looks for chunks below ``root``. Any thread may call; each call blocks for its reads."""
 
-    def __init__(self, name: str, root: str, owner: str, is_only_of_file: Callable[[OSError], bool]) -> None:
-        """``owner`` marks our temporary files; ``is_only_of_file(error)``: the disk can be read otherwise."""
+    def __init__(
+        self,
+        name: str,
+        root: str,
+        owner: str,
+        is_only_of_file: Callable[[OSError], bool],
+        *,
+        is_ours: Callable[[], bool],
+    ) -> None:
+        """``owner`` marks our temporary files; ``is_only_of_file(error)``: the disk can be read otherwise.
+
+        Nothing is removed unless ``is_ours()``: a scan that hung may go on when the directory has another owner.
+        """
         self.removed: Counter[str] = Counter()  # files, by reason
         self._name = name
         self._root = root
         self._owner = owner
         self._is_only_of_file = is_only_of_file
+        self._is_ours = is_ours
         self._head_bytes = ALIGNMENT_BYTES  # longest header seen, read of a file at first; a lost update costs a read
 
     def run(self, judge: Callable[[OSError], None], is_readable: Callable[[], bool]) -> Iterator[list[Found]]:
@@ -71,10 +83,10 @@ class DiskScan:
             skipped.append(error)
             return self._is_only_of_file(error)
 
-        chunks, num_leftovers = listing.take_stock(self._root, self._owner, is_skipped)
+        chunks, leftovers = listing.take_stock(self._root, self._owner, is_skipped)
         if skipped:
             _log.warning("disk_scan_skipped", tier=self._name, num_skipped=len(skipped), first=skipped[0])
-        self.removed["leftover"] += num_leftovers
+        self.removed["leftover"] += sum(self._is_ours() and listing.remove(path) for path in leftovers)
         for at in range(0, len(chunks), SCAN_BATCH):
             batch, found = chunks[at : at + SCAN_BATCH], []
             headers = self._headers_of([path for _, _, path, _ in batch])
@@ -83,7 +95,7 @@ class DiskScan:
                 if chunk is not None and chunk.stored_bytes == num_bytes:
                     found.append(chunk)
                 elif listing.size_of(path) == num_bytes:  # else it was written again meanwhile
-                    self._remove(path, header, key)
+                    self._remove(path, listing.fault_of(path, header, key))
             if found:
                 yield found
 
@@ -104,9 +116,8 @@ class DiskScan:
                 found += next(filter(None, (self.find([key]) for key in itertools.islice(keys, _SAMPLE_TRIES))), [])
         return found
 
-    def _remove(self, path: str, header: Header | None, key: bytes) -> None:
-        why = listing.fault_of(path, header, key)
-        self.removed[why] += listing.remove(path)
+    def _remove(self, path: str, why: str) -> None:
+        self.removed[why] += self._is_ours() and listing.remove(path)
 
     def _headers_of(self, paths: Sequence[str]) -> Iterator[Header | None]:
         # None for a file that has none, or is not there. Raises OSError if the disk cannot be read.

@@ -111,10 +111,11 @@ class Stream:
 
     def is_orphaned(self) -> bool:
         """Whether the process at the other end has ended, as far as can be known: it is on this machine."""
-        process, poll = self._process, select.poll()
-        if process is not None:
-            poll.register(process, select.POLLIN)
-        return process is not None and bool(poll.poll(_EXIT_SECONDS * 1000))
+        if self._process is None:
+            return False
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return [event for _, event in poll.poll(_EXIT_SECONDS * 1000)] == [select.POLLIN]
 
     def close(self) -> None:
         """Close the socket, and what was received and never taken."""
@@ -206,6 +207,7 @@ class Stream:
             data, self.descriptors, _, _ = socket.recv_fds(self._socket, len(view), 1, socket.MSG_CMSG_CLOEXEC)
             view[: len(data)] = data
             return _some(len(data))
+        self._left_seconds()  # also where there is always something to read
         while True:
             try:
                 return _some(self._socket.recv_into(view, 0, socket.MSG_DONTWAIT))
@@ -280,6 +282,14 @@ class SocketTransport(Transport):
             self._stream.close()
         self.pool.close()
 
+    def bury(self) -> None:  # contract inherited
+        with self._lock:  # nobody closes what is looked at
+            pool = self._pool_of_store
+            if pool is None or self._is_usable or not self._stream.is_orphaned():
+                return
+            self._pool_of_store = None
+        pool.empty()
+
     def _take_turn(self, seconds: float) -> None:
         # The lock, and so much time for what is done meanwhile; waiting for the lock is part of it.
         deadline = time.monotonic() + seconds
@@ -333,8 +343,6 @@ class SocketTransport(Transport):
                 self._stream.bear_silence()
             answer = self._receive(exact=exact)
         except OSError as error:
-            if not isinstance(error, TimeoutError):
-                self._bury()
             raise self._lost(error) from error
         self._is_usable = True
         return answer
@@ -349,12 +357,6 @@ class SocketTransport(Transport):
             raise Unavailable(msg)
         return head, codec.decode_reply(body)
 
-    def _bury(self) -> None:
-        # A store that was killed leaves its memory to whoever maps it, and the next one needs it.
-        pool = self._pool_of_store
-        if pool is not None and self._stream.is_orphaned():
-            pool.empty()
-
     def _lost(self, error: OSError) -> Unavailable:
         if isinstance(error, TimeoutError):
             limit = f"{self._allowed_seconds:g} s (timeout_seconds)"
@@ -367,7 +369,7 @@ def _process_behind(plain: socket.socket) -> int | None:
     try:
         pid, _, _ = struct.unpack("3i", plain.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return os.pidfd_open(pid)
-    except OSError:  # an older kernel, or a process of which this container knows nothing
+    except (OSError, AttributeError):  # an older kernel or Python; a process of which this container knows nothing
         return None
 
 

@@ -94,6 +94,10 @@ class Transport(ABC):
     def wait_change(self, timeout_seconds: float) -> None:
         """Sleep until something may have changed for a lease that has chunks pending, or the time is up."""
 
+    def bury(self) -> None:
+        """Give back what is mapped of a store that has died; it takes seconds. For another thread than the owner's."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """End the session. Idempotent."""

@@ -60,10 +60,7 @@ class SchedulerSide:
         clock: Callable[[], float],
         query_spaces: Sequence[KeySpace] = (),
     ) -> None:
-        """``spaces`` are those of the ranks' keys. ``clock`` gives seconds that only rise.
-
-        ``query_spaces`` are those of the ranks' queries, if they are captured.
-        """
+        """``spaces`` are those of the ranks' keys, ``query_spaces`` of their queries; ``clock``: rising seconds."""
         self._link = link
         self._spaces, self._space = spaces, spaces[0]
         self._engine = engine
