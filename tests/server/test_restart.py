@@ -20,7 +20,7 @@ TOKENS = list(range(1000, 1200))  # three chunks of 64 tokens, and 8 more
 CLI = "from qkvault.cli.app import main; main()"
 # Whoever reads it all takes an hour; single headers can be read.
 SLOW_SCAN = (
-    f"import time\nfrom qkvault.tiers import disk_listing\ndisk_listing.walk = lambda root: time.sleep(3600)\n{CLI}"
+    f"import time\nfrom qkvault.tiers import disk_listing\ndisk_listing.walk = lambda *_: time.sleep(3600)\n{CLI}"
 )
 # The files are scanned when there is a file called `go`; by key only one at a time is asked for.
 GATED_SCAN = f"""
@@ -29,10 +29,10 @@ from qkvault.store import scan
 from qkvault.tiers import disk_listing
 walk, scan._MAX_EARLY = disk_listing.walk, 1
 
-def walk_later(root):
+def walk_later(root, is_skipped):
     while not os.path.exists(os.path.join(root, "..", "go")):
         time.sleep(0.01)
-    yield from walk(root)
+    yield from walk(root, is_skipped)
 
 disk_listing.walk = walk_later
 {CLI}

@@ -44,7 +44,7 @@ def test_engines_start_one_server_and_share_it(start, prompts, address, servers_
     """B465: with the settings of the first, such as its RAM and its disk; what one has computed the other hits."""
     one, other = start(), start()
     (server,) = servers_at(address)
-    assert server.cmdline()[1:4] == ["-m", "qkvault", "serve"]
+    assert server.cmdline()[3] == "serve"
     assert roles_at(address) == sorted(2 * ROLES)
     with closing(open_client(Config(address=address, timeout_seconds=20.0), "test")) as client:
         assert client.pool.capacity_bytes == 4 << 20
