@@ -29,8 +29,6 @@ from qkvault.wire.transport import PoolView, Transport
 _POLL_SECONDS: Final = 0.0005  # between two looks at a lease that has chunks pending
 _BUFFER_BYTES: Final = 1 << 16  # replies that are longer get one of their own
 _SPIN_SECONDS: Final = 100e-6
-_LATE_SECONDS: Final = 300e-6  # an answer that took less would have been there sooner, had we looked
-_MAX_LATE: Final = 4
 _EXIT_SECONDS: Final = 0.02  # a process that is killed ends that soon after its sockets
 _MIN_WAIT_SECONDS: Final = 1e-4  # the kernel takes 0 for ever
 
@@ -46,7 +44,6 @@ class Stream:
         self._is_tls = tls is not None
         self._timeout_seconds = timeout_seconds
         self.begin(time.monotonic() + timeout_seconds)
-        self._num_late = 0  # answers, since the last one that was not
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self.wants_descriptor = address.is_unix
         self.descriptors: list[int] = []  # received, and not owned by anybody yet
@@ -82,7 +79,7 @@ class Stream:
         """
         view = self._buffer
         first = view[: codec.HEAD.size] if exact else view
-        got = self._read_first(first)
+        got = self._read_soon(first) or self._read(first)
         while got < codec.HEAD.size:
             got += self._read(view[got : codec.HEAD.size] if exact else view[got:])
         head = codec.decode_head(view)
@@ -177,19 +174,12 @@ class Stream:
             except BlockingIOError:
                 self._await(select.POLLOUT)
 
-    def _read_first(self, view: memoryview) -> int:
-        # Most answers take some microseconds, and a core that goes to sleep meanwhile takes longer to wake than the
-        # store to answer. After some that were late, as from far away or from a store with much to do, others may have
-        # the core.
-        started = time.perf_counter()
-        looks = self._num_late < _MAX_LATE and not self._is_tls and not self.wants_descriptor
-        got = self._read_soon(view, started + _SPIN_SECONDS) if looks else 0
-        got = got or self._read(view)
-        self._num_late = self._num_late + 1 if time.perf_counter() - started > _LATE_SECONDS else 0
-        return got
-
-    def _read_soon(self, view: memoryview, until: float) -> int:
-        # What comes by then, else 0.
+    def _read_soon(self, view: memoryview) -> int:
+        # What comes within some microseconds, else 0. An answer is that fast where the store is on this machine, and a
+        # core that goes to sleep meanwhile takes longer to wake than the store to answer.
+        if self._is_tls or self.wants_descriptor:
+            return 0
+        until = time.perf_counter() + _SPIN_SECONDS
         while True:
             try:
                 return _some(self._socket.recv_into(view, 0, socket.MSG_DONTWAIT))
