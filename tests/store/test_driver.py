@@ -510,20 +510,25 @@ class TestTheEnd:
                 client.clear()
             assert driver.close(drain_seconds=0.0, purge=not is_cleared) == 0
 
+    def cleared_in_vain(self):
+        """A store whose tier was away when two chunks were cleared, a client, and the tier, whose images outlive it."""
+        tier = FaultyTier(DictTier())
+        tier.inner.close = lambda: None
+        driver = make_driver(tier)
+        client = connect(driver)
+        save(client, "aabb")
+        assert driver.drain(WAIT_SECONDS)
+        tier.has_vanished = True
+        client.clear()
+        assert driver.drain(WAIT_SECONDS)
+        tier.has_vanished = False
+        return driver, client, tier
+
     def test_what_was_cleared_and_not_removed_came_back_and_nobody_said_so(self, caplog):
         """B504: counted is what was never removed and what no thread had come to, unless the tier denies to have it."""
         for is_removed in (False, True):
             caplog.clear()
-            tier = FaultyTier(DictTier())
-            tier.inner.close = lambda: None
-            driver = make_driver(tier)
-            client = connect(driver)
-            save(client, "aabb")
-            assert driver.drain(WAIT_SECONDS)
-            tier.has_vanished = True
-            client.clear()
-            assert driver.drain(WAIT_SECONDS)
-            tier.has_vanished = False
+            driver, _, tier = self.cleared_in_vain()
             if is_removed:
                 tier.inner.images.clear()
             assert driver.close() == (0 if is_removed else 2)
@@ -543,16 +548,7 @@ class TestTheEnd:
 
     def test_what_was_stored_anew_is_not_counted_as_left(self):
         """B504."""
-        tier = FaultyTier(DictTier())
-        tier.inner.close = lambda: None
-        driver = make_driver(tier)
-        client = connect(driver)
-        save(client, "aabb")
-        assert driver.drain(WAIT_SECONDS)
-        tier.has_vanished = True
-        client.clear()
-        assert driver.drain(WAIT_SECONDS)
-        tier.has_vanished = False
+        driver, client, _ = self.cleared_in_vain()
         until(lambda: driver.manager.tiering.books[0].is_healthy)
         save(client, "aabb")
         assert driver.drain(WAIT_SECONDS)

@@ -86,7 +86,7 @@ class DiskScan:
         chunks, leftovers = listing.take_stock(self._root, self._owner, is_skipped)
         if skipped:
             _log.warning("disk_scan_skipped", tier=self._name, num_skipped=len(skipped), first=skipped[0])
-        self.removed["leftover"] += sum(self._is_ours() and listing.remove(path) for path in leftovers)
+        self.removed["leftover"] += sum(map(self._remove, leftovers))
         for at in range(0, len(chunks), SCAN_BATCH):
             batch, found = chunks[at : at + SCAN_BATCH], []
             headers = self._headers_of([path for _, _, path, _ in batch])
@@ -95,7 +95,7 @@ class DiskScan:
                 if chunk is not None and chunk.stored_bytes == num_bytes:
                     found.append(chunk)
                 elif listing.size_of(path) == num_bytes:  # else it was written again meanwhile
-                    self._remove(path, listing.fault_of(path, header, key))
+                    self.removed[listing.fault_of(path, header, key)] += self._remove(path)
             if found:
                 yield found
 
@@ -116,8 +116,8 @@ class DiskScan:
                 found += next(filter(None, (self.find([key]) for key in itertools.islice(keys, _SAMPLE_TRIES))), [])
         return found
 
-    def _remove(self, path: str, why: str) -> None:
-        self.removed[why] += self._is_ours() and listing.remove(path)
+    def _remove(self, path: str) -> bool:
+        return self._is_ours() and listing.remove(path)
 
     def _headers_of(self, paths: Sequence[str]) -> Iterator[Header | None]:
         # None for a file that has none, or is not there. Raises OSError if the disk cannot be read.

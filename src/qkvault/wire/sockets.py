@@ -117,10 +117,12 @@ class Stream:
     def close(self) -> None:
         """Close the socket, and what was received and never taken."""
         self._socket.close()
-        process, self._process = self._process, None
-        for descriptor in [*self.descriptors, *(() if process is None else (process,))]:
+        for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = []
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
 
     def _connect_unix(self, path: str) -> socket.socket:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

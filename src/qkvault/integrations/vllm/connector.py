@@ -339,7 +339,8 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
     @_guarded(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what the workers did."""
-        report = meta if isinstance(meta := connector_output.kv_connector_worker_meta, StepReport) else None
+        meta = connector_output.kv_connector_worker_meta
+        report = meta if isinstance(meta, StepReport) else None
         self._side().heard(report, connector_output.finished_sending or (), connector_output.finished_recving or ())
 
     @_guarded(lambda: (False, None))
@@ -352,9 +353,7 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
         """As ``request_finished``: there is one group."""
-        of_group = block_ids[0] if block_ids else []
-        result: tuple[bool, dict[str, object] | None] = self.request_finished(request, of_group)
-        return result
+        return self.request_finished(request, block_ids[0] if block_ids else [])
 
     @_guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:

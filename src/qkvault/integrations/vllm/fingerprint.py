@@ -52,8 +52,7 @@ def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
     if _depends_on_length(config):
         parts.append(str(model.max_model_len))
     if model.quantization_config is not None:  # what --quantization does not say itself
-        scheme = model.quantization_config
-        parts.append(json.dumps(scheme, sort_keys=True, default=_plain))
+        parts.append(json.dumps(model.quantization_config, sort_keys=True, default=_plain))
     if model.model_weights:
         parts.append(model.model_weights)
     if model.multimodal_config is not None:

@@ -52,6 +52,11 @@ class StepPlan(KVConnectorMetadata):
     query_steps: list[RequestStep] = field(default_factory=list)  # of requests whose queries are captured
     query_drops: list[str] = field(default_factory=list)  # of those: aborted or preempted before this step
 
+    @property
+    def stores(self) -> bool:
+        """Whether anything may be stored by it: a reset has to come after that."""
+        return bool(self.saves or self.finals or self.query_steps)
+
 
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):

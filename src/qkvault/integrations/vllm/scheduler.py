@@ -154,7 +154,7 @@ class SchedulerSide:
                 plan.query_steps, plan.query_drops = self._queries.plan(output, self._tracked)
         except Exception as error:  # thread top: vLLM waits for the plan's loads and finals
             _log.warning("saves_not_planned", error=f"{type(error).__name__}: {error}")
-        if plan.saves or plan.finals or plan.query_steps:
+        if plan.stores:
             self._step_saved = self._num_steps
         return plan
 

@@ -97,7 +97,7 @@ class WorkerSide:
                 if num_saved < len(op.items):
                     chunks_tokens = num_saved * self._paged.layout.chunk_size
                     self._report.unsaved[op.request_id] = op.start_token + chunks_tokens
-        if plan.saves or plan.finals or plan.query_steps:
+        if plan.stores:
             self._report.saved_step = plan.number
         self._settle(wait=plan.is_idle)
 
