@@ -113,7 +113,7 @@ MUTATIONS = {
     ),
     "what is superseded is not cleared": (
         LEAVING,
-        'reason if entry.doom in ("", SUPERSEDED) else entry.doom',
+        "reason if entry.doom in _PERHAPS else entry.doom",
         "reason if not entry.doom else entry.doom",
     ),
     "what comes while the old is being removed is missed for good": (
@@ -259,8 +259,13 @@ MUTATIONS = {
     ),
     "what is cleared comes back when it is superseded": (
         LEAVING,
-        'reason if entry.doom in ("", SUPERSEDED) else entry.doom',
+        "reason if entry.doom in _PERHAPS else entry.doom",
         "reason",
+    ),
+    "what a chain is extended by leaves in the turn of its head": (
+        MANAGER,
+        "        self._extend_all(published)\n",
+        "",
     ),
     "what is cleared is found until its turn": (
         LEAVING,

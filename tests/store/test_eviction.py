@@ -197,6 +197,31 @@ def test_a_head_never_leaves_before_its_tail(make_desk, policy):
     assert len(here) == 4
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_what_a_chain_is_extended_by_does_not_leave_in_the_turn_of_its_head(make_desk, policy):
+    """B550: in RAM and in a tier; what others have stored meanwhile is older."""
+    desk = make_desk(slots=4, caps=[4], policy=policy, queries=0, tier_queries=0)
+    for prompt, start in (("aa", 0), ("bb", 0), ("cc", 0), ("aadd", 1), ("ee", 0)):
+        desk.save(prompt, start)
+        desk.end_jobs()
+    here = [name for name in ("aa", "bb", "cc", "aadd", "ee") if desk.lookup(name, media=["ram"]).ready]
+    assert here == ["aa", "cc", "aadd", "ee"]
+    assert {desk.names[key] for key in desk.files[0]} == set(here)
+
+
+def test_to_be_extended_is_no_use_for_those_that_count_them(make_desk):
+    """B550: a prompt that comes in many steps, once, leaves before one that was used."""
+    desk = make_desk(slots=6, policy="lfu", queries=0)
+    desk.save("bb")
+    desk.release(desk.lookup("bb"))
+    for steps in (2, 4, 6, 8):
+        desk.save("aaccddee"[:steps], start=steps // 2 - 1)
+    desk.save("ff")
+    desk.save("gg")
+    assert len(desk.lookup("bb").ready) == 1
+    assert len(desk.lookup("aaccddee").ready) == 3
+
+
 def test_what_is_held_stays_with_all_it_hangs_on(make_desk):
     """B122: a pinned tail holds its head; its siblings may leave."""
     desk = make_desk(slots=5)

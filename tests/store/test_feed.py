@@ -67,7 +67,7 @@ def test_nothing_waits_for_a_reader_that_has_gone(make_desk):
     feed.max_waiting = 3
     for prompt in ("aa", "bb", "cc", "dd"):
         desk.save(prompt)
-    assert (len(feed), len(feed._untold)) == (0, 0)
+    assert (len(feed), len(feed._untold), len(feed._told)) == (0, 0, 0)
     events = desk.store.take_events()
     assert events[0] is RESTART
     assert {desk.names[event.key] for event in events[1:]} == {"aa", "bb", "cc", "dd"}

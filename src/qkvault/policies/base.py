@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 class Policy(ABC):
     """An eviction order over keys. No thread, clock or I/O; every method but ``victims`` is O(1).
 
-    The store calls ``add`` when a chunk arrives, ``touch`` when it is used and ``remove`` when it leaves. A prompt's
-    chunks are touched from its tail to its head, so that under a recency order the tail leaves first.
+    The store calls ``add`` when a chunk arrives, ``touch`` when it is used, ``extend`` when one arrives behind it and
+    ``remove`` when it leaves. A prompt's chunks are told from its tail to its head, so that under a recency order the
+    tail leaves first.
     """
 
     @abstractmethod
@@ -25,6 +26,14 @@ class Policy(ABC):
         """``touch`` each of ``keys``, in that order. To be overridden where it can be done faster."""
         for key in keys:
             self.touch(key)
+
+    def extend(self, keys: Iterable[bytes]) -> None:
+        """A chunk has arrived behind ``keys``, a chain from its tail to its head: for a recency order they are used.
+
+        To be overridden where that is no use: else the head is of the age of the first prompt that had it, and when its
+        turn comes the newest chunk leaves, as the chain's tail.
+        """
+        self.touch_all(keys)
 
     @abstractmethod
     def remove(self, key: bytes) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from qkvault.policies.base import Policy
 
 
 class LfuPolicy(Policy):
-    """The key with the fewest uses leaves first; among equals the one that reached that count first."""
+    """The fewest uses leave first; among equals whoever came to that count, or was extended, first."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -27,6 +27,11 @@ class LfuPolicy(Policy):
         if count is not None:
             self.remove(key)
             self._put(key, count + 1)
+
+    def extend(self, keys: Iterable[bytes]) -> None:  # as young as what hangs on it, and used no more often
+        for key in keys:
+            if (count := self._count.get(key)) is not None:
+                self._buckets[count].move_to_end(key)
 
     def remove(self, key: bytes) -> None:
         count = self._count.pop(key, None)

@@ -279,6 +279,20 @@ class Core(Leaving):
         for entry in entries:
             self.ledger.stored(entry, Medium.RAM, RAM)
 
+    def _extend_all(self, entries: Sequence[Entry]) -> None:
+        # What newly stored entries hang on is as young as they are. Of several chains a common head is told once.
+        seen = set(entries)
+        chains: dict[CacheKind, list[bytes]] = {}  # each from its tail to its head
+        for entry in reversed(entries):
+            node = entry.parent
+            while node is not None and node not in seen:
+                seen.add(node)
+                chains.setdefault(entry.kind, []).append(node.key)
+                node = node.parent
+        for residents in (self.room.residents, *(book.residents for book in self.tiering.books)):
+            for kind, keys in chains.items():
+                residents.policies[kind].extend(keys)
+
     def _abort_entry(self, entry: Entry, *, keep_slot: bool = False) -> None:
         entry.pins -= 1
         self.room.take(entry, keep_slot=keep_slot)

@@ -39,7 +39,8 @@ class Feed:
         self._is_on = False
         self._was_on = False
         self._waiting: list[StoreEvent] = []
-        self._untold: dict[bytes, None] = {}  # keys whose state is to be told since the start, the last one first
+        self._untold: list[bytes] = []  # keys whose state is to be told since the start, the last one first
+        self._told: set[bytes] = set()  # while there are any: those of which no more than what changes is to be told
         self._space = b""  # the last one seen: most are alike
 
     def __len__(self) -> int:
@@ -53,14 +54,14 @@ class Feed:
         after too many have waited; then RESTART comes first.
         """
         if start_over or not self._is_on:
-            self._untold = dict.fromkeys(self._index.keys_backwards())
+            self._untold, self._told = list(self._index.keys_backwards()), set()
             self._waiting = [RESTART] if self._was_on else []
             self._is_on = self._was_on = True
         while self._untold and len(self._waiting) < limit:
-            key, _ = self._untold.popitem()  # not the last by a look from the end, which passes all that has gone there
-            self._untold[key] = None
-            if not self._tell_line(self._index.get(key)):
-                del self._untold[key]  # it has gone without ever having been anywhere
+            self._tell_line(self._index.get(self._untold[-1]))
+            self._untold.pop()
+        if not self._untold:
+            self._told = set()
         taken, self._waiting = self._waiting[:limit], self._waiting[limit:]
         return taken
 
@@ -70,7 +71,7 @@ class Feed:
         """Something has become of ``entry``. ``found`` is what a scan has read of it."""
         if self._is_on and len(self._waiting) >= self.max_waiting:
             self._is_on = False  # nobody reads: the next one starts over
-            self._waiting, self._untold = [], {}
+            self._waiting, self._untold, self._told = [], [], set()
         if not self._is_on:
             return
         if not self._tell_line(entry):  # else its state, as it is now, was all news
@@ -79,9 +80,9 @@ class Feed:
     def _tell_line(self, entry: Entry | None) -> bool:
         # Tells what is untold of ``entry`` and its ancestors, the oldest first. False if ``entry`` was told before.
         line = []
-        node = entry
-        while node is not None and node.key in self._untold:
-            del self._untold[node.key]
+        node = entry if self._untold else None
+        while node is not None and node.key not in self._told:
+            self._told.add(node.key)
             line.append(node)
             node = node.parent
         for ancestor in reversed(line):

@@ -219,6 +219,7 @@ class StorageManager(Core):
             entry.pins -= 1
             published.append(entry)
         self._publish(published)
+        self._extend_all(published)
         self._supersede_all(published)
         left = [entry for entry in published if entry.state is ChunkState.READY]  # one may cover another
         self.tiering.store(left)

@@ -60,6 +60,14 @@ class PolicyContract:
         policy.remove(KEYS[1])
         assert list(policy.victims()) == [KEYS[0]]
 
+    def test_what_was_extended_is_here_once(self, policy: Policy) -> None:
+        """Unknown keys are ignored too."""
+        for key in KEYS[:5]:
+            policy.add(key)
+            policy.touch(key)
+        policy.extend(KEYS[7:2:-1])
+        assert (len(policy), sorted(policy.victims())) == (5, sorted(KEYS[:5]))
+
     def test_adding_a_key_that_is_here_is_the_same_as_using_it(self, policy: Policy) -> None:
         """Whatever a use means."""
         other = type(self).make_policy()
