@@ -68,6 +68,9 @@ def run(code: str, **environment: str) -> str:
 class FakeDeviceTensor:
     """A tensor on a device, as far as numpy is concerned."""
 
+    def __repr__(self):
+        return "on a device"
+
     def __init__(self, values: list) -> None:
         self._values = values
 

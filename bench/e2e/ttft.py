@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from bench.e2e.engines import Answer, Connector, Life, example, lmcache, none, ours
+from bench.e2e.engines import LIFE_BYTES, Answer, Connector, Life, example, lmcache, none, ours
 from bench.e2e.prompts import prompt_text
+from bench.machine import available_bytes
 from bench.rawfiles import drop_page_cache
 from bench.report import Screen
 from bench.samples import Measure, Role, Row, Series, Skip, Target, Unit
@@ -204,15 +205,28 @@ class Mode:
 
     @contextmanager
     def _lives(self, runners: Sequence[Runner]) -> Iterator[list[Runner]]:
-        """Start all; gives those that run."""
+        """Start all, as many at once as there is memory for; gives those that run."""
         alive: list[Runner] = []
+        starting: list[Runner] = []
+
+        def wait_ready() -> None:
+            runner = starting.pop(0)
+            with self._attempt(alive, runner):
+                runner.running.wait_ready()
+
         try:
             for runner in runners:
+                while starting and available_bytes() < (len(starting) + 1) * LIFE_BYTES:
+                    wait_ready()
                 self._screen.say(f"starting {runner.connector.name}, {self._title}")
                 alive.append(runner)
                 with self._attempt(alive, runner):
                     runner.life = Life(self._settings, runner.connector, is_multiprocess=self._engine == "mp")
-                    runner.life.wait_ready()
+                    starting.append(runner)
+            while starting:
+                wait_ready()
+            for runner in tuple(alive):
+                with self._attempt(alive, runner):
                     self._warm_up(runner)
             yield alive
         finally:

@@ -156,7 +156,7 @@ def test_calls_are_fast_misses_while_a_server_is_stopped_or_gone(start, server, 
         took = owner.misses_of(3.0)
         assert took[len(took) * 99 // 100] < MISS_SECONDS
         assert took[-1] < TIMEOUT_SECONDS + MISS_SECONDS * 10
-        assert owner.num_late == (number is signal.SIGSTOP)
+        assert owner.num_late <= (number is signal.SIGSTOP)  # none, if a sign of life was what waited
         if number is signal.SIGSTOP:
             server.send(signal.SIGCONT)
         else:

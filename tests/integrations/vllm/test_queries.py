@@ -190,7 +190,7 @@ def test_every_query_and_key_is_that_of_transformers(traffic, model_path, model_
     num_queries = num_holes = 0
     with_queries, with_keys = contexts(address_of(engine))
     with with_queries, with_keys:
-        for tokens in asked:
+        for number, tokens in enumerate(asked):
             true = model_run.run_model(model, tokens)
             queries, keys = with_queries.retrieve(tokens), with_keys.retrieve(tokens)
             assert keys.positions.tolist() == list(range(len(tokens) // BLOCK * BLOCK))
@@ -202,7 +202,8 @@ def test_every_query_and_key_is_that_of_transformers(traffic, model_path, model_
             num_queries += len(wanted)
             num_holes += sum(hole.stop - hole.start for hole in queries.holes)
             errors["q"] = max(errors["q"], worst(queries.q, true.q[:, queries.positions]))
-            attention.add(queries, keys, true, model_run.run_model(exact, tokens))
+            if number % 3 == 0:  # float64 takes most of the time
+                attention.add(queries, keys, true, model_run.run_model(exact, tokens))
     # One in ten million is farther than 1e-5 from the true weight: queries and keys are vLLM's float32, and the largest
     # error is 2.3 times that of transformers' float32. The true one still has its norms, softmax and angles in float32.
     print(f"worst {errors}, attention {vars(attention)}, queries {num_queries}, in holes {num_holes}")  # noqa: T201  # with -s
