@@ -38,8 +38,9 @@ check: $(LIGHT)  ## format, lint, types, architecture, pages: under a minute, ne
 	$(VENV)/bin/mypy
 	$(PY) -m pytest --quiet tests/test_architecture.py tests/test_docs.py
 
+# Starting an engine keeps one core busy: two files at a time use two, and no more engines than memory holds.
 test: setup $(ROUTER)  ## all tests, on CPU, in random order
-	QKV_REQUIRE_VLLM=1 $(PY) -m pytest $(ARGS)
+	QKV_REQUIRE_VLLM=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: setup  ## the benchmarks; ARGS="--help" lists them
 	$(PY) -m bench $(ARGS)

@@ -5,12 +5,14 @@ Leaked threads, descriptors and shared memory are the typical bugs of a cache, s
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
 import os
 import runpy
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -142,7 +144,16 @@ def take_snapshot() -> Callable[[], Snapshot]:
 
 @pytest.fixture
 def reserve_huge_pages() -> Iterator[Callable[[int], int]]:
-    """Has the kernel reserve so many huge pages until the test ends, and tells their size; skips where it does not."""
+    """Has the kernel reserve so many huge pages until the test ends, and tells their size; skips where it does not.
+
+    The machine has one such setting: who comes second waits.
+    """
+    with (Path(tempfile.gettempdir()) / "qkvault-tests-huge-pages.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _reserve_huge_pages()
+
+
+def _reserve_huge_pages() -> Iterator[Callable[[int], int]]:
     setting = Path("/proc/sys/vm/nr_hugepages")
     before = setting.read_text()
 
@@ -241,6 +252,12 @@ def tls(certificate: tuple[str, str]) -> SimpleNamespace:
     server = server_tls(load(env={}, cli={"tls_cert_path": cert, "tls_key_path": key}).config)
     client = tls_for(load(env={}, cli={"tls_ca_path": cert}).config, parse_address("tcp://127.0.0.1:1"))
     return SimpleNamespace(server=server, client=client, ca_path=cert)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files of slow tests first: of several processes (`-n`) none is left with a long one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
