@@ -419,7 +419,8 @@ def test_nonsense_is_not_answered(config):
 
 def test_who_does_not_listen_holds_nobody_up(silent, monkeypatch):
     """B238: a subscriber that never reads misses batches; the store, and another one, do not notice."""
-    monkeypatch.setattr(publishing, "_MAX_QUEUED", 2)
+    monkeypatch.setattr(publishing, "_MIN_QUEUED", 2)
+    monkeypatch.setattr(publishing, "_BATCH_BYTES", 1 << 26)  # the buffer's: two batches may wait
     rng, leases = random.Random(2), []
     with (
         closing(EmbeddedStore(silent)) as store,
