@@ -17,6 +17,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
+from qkvault.address import UNIX_SCHEME, parse_address
 from qkvault.errors import ConfigError
 from qkvault.events import AllBlocksCleared, EventBatch, StoreEvent, Translator, WireEvent
 from qkvault.image import PLAIN
@@ -24,6 +25,7 @@ from qkvault.logs import RateLimited, get_logger
 from qkvault.store.driver import StoreDriver
 from qkvault.tiers.base import Found
 from qkvault.types import Medium
+from qkvault.wire.listen import Listener
 
 MODEL: Final = "{model}"  # in a topic: stands for the model's name
 _TICK_SECONDS: Final = 0.05
@@ -93,12 +95,13 @@ class Publisher:
         self._restarted_seconds = float("-inf")
         self._is_restart_due = False
         self._closing = threading.Event()
+        self._files: list[Listener] = []  # of ipc:// endpoints
         self._context = zmq.Context()
         try:
             self._out = self._bind(zmq.PUB, endpoint, buffer_bytes)
             self._replay = self._bind(zmq.ROUTER, replay_endpoint, buffer_bytes // 16) if replay_endpoint else None
         except BaseException:
-            self._context.destroy(linger=0)
+            self._unbind(0)
             raise
         self.endpoint = _bound(self._out)  # with the port that the system chose
         self.replay_endpoint = _bound(self._replay) if self._replay is not None else ""
@@ -122,8 +125,13 @@ class Publisher:
         if "[" in endpoint:
             socket.ipv6 = True
         try:
+            scheme, _, path = endpoint.partition("://")
+            if scheme == "ipc" and not path.startswith("@"):  # where ZeroMQ would replace any file
+                listener = Listener(parse_address(f"{UNIX_SCHEME}{path}"))
+                self._files.append(listener)
+                socket.setsockopt(zmq.USE_FD, listener.socket.detach())
             socket.bind(endpoint)
-        except zmq.ZMQError as error:
+        except (ConfigError, zmq.ZMQError) as error:
             msg = f"events cannot be published at {endpoint!r}: {error}"
             raise ConfigError(msg) from error
         return socket
@@ -140,7 +148,12 @@ class Publisher:
                 self._closing.wait(1.0)
         for topic in self._topics:
             self._send(topic, [AllBlocksCleared()])
-        self._context.destroy(linger=_LINGER_MS)
+        self._unbind(_LINGER_MS)
+
+    def _unbind(self, linger_ms: int) -> None:
+        for file in self._files:
+            file.withdraw()
+        self._context.destroy(linger=linger_ms)
 
     def _step(self) -> None:
         if time.monotonic() >= self._due_seconds:
