@@ -419,7 +419,8 @@ def test_nonsense_is_not_answered(config):
 
 def test_who_does_not_listen_holds_nobody_up(silent, monkeypatch):
     """B238: a subscriber that never reads misses batches; the store, and another one, do not notice."""
-    monkeypatch.setattr(publishing, "_MAX_QUEUED", 2)
+    monkeypatch.setattr(publishing, "_MIN_QUEUED", 2)
+    monkeypatch.setattr(publishing, "_BATCH_BYTES", 1 << 26)  # the buffer's: two batches may wait
     rng, leases = random.Random(2), []
     with (
         closing(EmbeddedStore(silent)) as store,
@@ -466,6 +467,61 @@ def test_an_endpoint_that_cannot_be_is_refused_at_start(config, field, endpoint)
         with pytest.raises(ConfigError, match="events cannot be published"):
             EmbeddedStore(wrong)
         socket.close(linger=0)
+
+
+@pytest.mark.parametrize("field", ["events_endpoint", "events_replay_endpoint"])
+def test_a_second_store_took_the_file_of_the_first_and_both_seemed_to_publish(config, tmp_path, field):
+    """B532: it is refused, the first one publishes as before; the file goes with it, and a third may come."""
+    file = tmp_path / "socket"
+    at_file = msgspec.structs.replace(config, **{field: f"ipc://{file}"})
+    second = msgspec.structs.replace(at_file, disk_path=f"{config.disk_path}2")
+    for store in map(EmbeddedStore, (at_file, second)):
+        with closing(store):
+            assert file.stat().st_mode & 0o777 == 0o600
+            with pytest.raises(ConfigError, match=f"events .* 'ipc://{file}': another process answers at {file}"):
+                EmbeddedStore(
+                    msgspec.structs.replace(config, disk_path=f"{config.disk_path}3", **{field: f"ipc://{file}"})
+                )
+            with closing(Router(store._publisher)) as router:
+                Tenant(store).save("aabb")
+                router.replay(0)
+                router.learns(lambda store=store: contents(store.driver))
+        assert not file.exists()
+
+
+def test_a_file_that_nobody_answers_at_is_taken_over(config, tmp_path):
+    """B532: as a process that was killed leaves it."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "socket"))
+    at_file = msgspec.structs.replace(config, events_replay_endpoint=f"ipc://{tmp_path}/socket")
+    with closing(EmbeddedStore(at_file)) as store, closing(Router(store._publisher)) as router:
+        assert router.replay(0)
+
+
+def test_a_file_that_was_no_socket_was_replaced(config, tmp_path):
+    """B532: it is left alone."""
+    (tmp_path / "socket").write_text("mine")
+    at_file = msgspec.structs.replace(config, events_endpoint=f"ipc://{tmp_path}/socket")
+    with pytest.raises(ConfigError, match="is not a socket"):
+        EmbeddedStore(at_file)
+    assert (tmp_path / "socket").read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", ["events", "*", "", "/" + 107 * "x"])
+def test_where_no_file_can_be_found_again_nothing_is_published(config, path):
+    """B532: relative to some folder, or too long."""
+    with pytest.raises(ConfigError, match=r"'ipc://.*: expected unix:///absolute/path of at most 107 bytes"):
+        EmbeddedStore(msgspec.structs.replace(config, events_endpoint=f"ipc://{path}"))
+
+
+def test_an_abstract_name_has_no_file(config, silent):
+    """B532: the system itself gives it to one only."""
+    name = f"ipc://@qkvault-{os.getpid()}"
+    with closing(EmbeddedStore(silent)) as store, closing(Publisher(store.driver, name, ANYWHERE)) as publisher:
+        with pytest.raises(ConfigError, match="Address already in use"):
+            Publisher(store.driver, name)
+        with closing(Router(publisher)) as router:
+            assert router.replay(0)
 
 
 @pytest.mark.parametrize("field", ["events_endpoint", "events_replay_endpoint"])

@@ -1,21 +1,23 @@
 """Publisher: a store's events on a ZeroMQ socket, as vLLM publishes its own, and the last of them once more on request.
 
 One thread owns the sockets and asks the store twenty times a second. The store does not know of it, and never waits.
+ZeroMQ counts messages, so what may wait is bounded by how many, and by what each may weigh.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
 import zmq
 from msgspec.structs import replace
 
+from qkvault.address import UNIX_SCHEME, parse_address
 from qkvault.errors import ConfigError
 from qkvault.events import AllBlocksCleared, EventBatch, StoreEvent, Translator, WireEvent
 from qkvault.image import PLAIN
@@ -23,6 +25,7 @@ from qkvault.logs import RateLimited, get_logger
 from qkvault.store.driver import StoreDriver
 from qkvault.tiers.base import Found
 from qkvault.types import Medium
+from qkvault.wire.listen import Listener
 
 MODEL: Final = "{model}"  # in a topic: stands for the model's name
 _TICK_SECONDS: Final = 0.05
@@ -31,8 +34,14 @@ _RESTART_SECONDS: Final = 10.0  # at least, between two times that all is told a
 _CLOSE_SECONDS: Final = 10.0
 _LINGER_MS: Final = 200
 _BATCH_EVENTS: Final = 256
-_MAX_QUEUED: Final = 1_000  # batches for one subscriber; one that is slower misses some, and sees that he does
-_MAX_REQUESTS: Final = 8  # answered before the store is looked at again
+_BATCH_BYTES: Final = 1 << 16  # at most, of several events
+_EVENT_BYTES: Final = 200  # at most, without its tokens
+_TOKEN_BYTES: Final = 5  # at most
+_MIN_QUEUED: Final = 8  # batches, however small the buffer
+_REPLAY_SECONDS: Final = 0.002  # that replays go on for, before the store is looked at again
+_PAUSE_SECONDS: Final = 0.001  # until a client that reads is sent more; doubled while none does
+_MAX_REQUESTS: Final = 8  # taken before the store is looked at again
+_MAX_FRAME_BYTES: Final = 1 << 18  # who sends more is cut off
 _SEQUENCE_BYTES: Final = 8
 _END: Final = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
 _log = get_logger("events")
@@ -45,8 +54,18 @@ class _Sent(NamedTuple):
     payload: bytes
 
 
+class _Replay(msgspec.Struct):
+    next: int = 1  # sequence number; end + 1: all was sent
+    end: int = 0  # the first that was not there when it began
+    wanted: int | None = None  # from where once more, after that
+
+
 class Publisher:
-    """Publishes what a store tells, until it is closed. Close it before the store."""
+    """Publishes what a store tells, until it is closed. Close it before the store.
+
+    It keeps ``buffer_bytes`` to be asked for again. As much may wait for each subscriber that does not read (there once
+    for all that stopped at a time), and a sixteenth for each client of a replay; or eight batches, if they weigh more.
+    """
 
     def __init__(
         self,
@@ -70,16 +89,19 @@ class Publisher:
         self._sequence = self._first  # of the next batch
         self._sent: deque[_Sent] = deque()
         self._sent_bytes = 0
-        self._last_seconds = time.monotonic()  # when something was sent
+        self._replays: dict[tuple[bytes, ...], _Replay] = {}  # under way, by who asked; whose turn it is comes first
+        self._pause_seconds = _TICK_SECONDS  # until replays go on
+        self._due_seconds = self._last_seconds = time.monotonic()  # when to ask the store; when something was sent
         self._restarted_seconds = float("-inf")
         self._is_restart_due = False
         self._closing = threading.Event()
+        self._files: list[Listener] = []  # of ipc:// endpoints
         self._context = zmq.Context()
         try:
-            self._out = self._bind(zmq.PUB, endpoint, _MAX_QUEUED)
-            self._replay = self._bind(zmq.ROUTER, replay_endpoint, buffer_steps + 2) if replay_endpoint else None
+            self._out = self._bind(zmq.PUB, endpoint, buffer_bytes)
+            self._replay = self._bind(zmq.ROUTER, replay_endpoint, buffer_bytes // 16) if replay_endpoint else None
         except BaseException:
-            self._context.destroy(linger=0)
+            self._unbind(0)
             raise
         self.endpoint = _bound(self._out)  # with the port that the system chose
         self.replay_endpoint = _bound(self._replay) if self._replay is not None else ""
@@ -93,15 +115,23 @@ class Publisher:
         self._closing.set()
         self.thread.join(_CLOSE_SECONDS)  # a tier that hangs may hold it
 
-    def _bind(self, kind: int, endpoint: str, max_queued: int) -> zmq.Socket[bytes]:
+    def _bind(self, kind: int, endpoint: str, queue_bytes: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set_hwm(max_queued)
+        socket.set_hwm(max(_MIN_QUEUED, queue_bytes // _BATCH_BYTES))
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         socket.linger = _LINGER_MS
+        if kind == zmq.ROUTER:
+            socket.router_mandatory = True  # says whether a client's queue is full, or he has gone
         if "[" in endpoint:
             socket.ipv6 = True
         try:
+            scheme, _, path = endpoint.partition("://")
+            if scheme == "ipc" and not path.startswith("@"):  # where ZeroMQ would replace any file
+                listener = Listener(parse_address(f"{UNIX_SCHEME}{path}"))
+                self._files.append(listener)
+                socket.setsockopt(zmq.USE_FD, listener.socket.detach())
             socket.bind(endpoint)
-        except zmq.ZMQError as error:
+        except (ConfigError, zmq.ZMQError) as error:
             msg = f"events cannot be published at {endpoint!r}: {error}"
             raise ConfigError(msg) from error
         return socket
@@ -118,18 +148,28 @@ class Publisher:
                 self._closing.wait(1.0)
         for topic in self._topics:
             self._send(topic, [AllBlocksCleared()])
-        self._context.destroy(linger=_LINGER_MS)
+        self._unbind(_LINGER_MS)
+
+    def _unbind(self, linger_ms: int) -> None:
+        for file in self._files:
+            file.withdraw()
+        self._context.destroy(linger=linger_ms)
 
     def _step(self) -> None:
-        is_more = self._publish()
+        if time.monotonic() >= self._due_seconds:
+            is_more = self._publish()
+            self._due_seconds = time.monotonic() + (0.0 if is_more else _TICK_SECONDS)
+        wait_seconds = max(0.0, self._due_seconds - time.monotonic())
         if self._replay is None:
-            self._closing.wait(0.0 if is_more else _TICK_SECONDS)
+            self._closing.wait(wait_seconds)
             return
-        timeout_ms = 0 if is_more else int(_TICK_SECONDS * 1000)
+        is_read = self._go_on(self._replay)
+        self._pause_seconds = _PAUSE_SECONDS if is_read else min(2 * self._pause_seconds, _TICK_SECONDS)
+        timeout_ms = math.ceil(1000 * min(wait_seconds, self._pause_seconds))
         for _ in range(_MAX_REQUESTS):
             if not self._replay.poll(timeout_ms):
                 break
-            self._answer(self._replay, self._replay.recv_multipart())
+            self._take_request(self._replay.recv_multipart())
             timeout_ms = 0
 
     def _publish(self) -> bool:
@@ -150,8 +190,11 @@ class Publisher:
                 topics = [self._topic.replace(MODEL, model).encode()]
             for topic in topics:
                 batches.setdefault(topic, []).append(event)
+        most_tokens = max((event.num_tokens for event in events), default=0)
+        step = max(1, _BATCH_BYTES // (_EVENT_BYTES + _TOKEN_BYTES * most_tokens))
         for topic, batch in batches.items():
-            self._send(topic, batch)
+            for start in range(0, len(batch), step):
+                self._send(topic, batch[start : start + step])
         if now - self._last_seconds >= _QUIET_SECONDS:
             for topic in self._topics:
                 self._send(topic, [])
@@ -174,19 +217,49 @@ class Publisher:
         while len(self._sent) > self._buffer_steps or (self._sent_bytes > self._buffer_bytes and len(self._sent) > 1):
             self._sent_bytes -= len(self._sent.popleft().payload)
 
-    def _answer(self, replay: zmq.Socket[bytes], request: list[bytes]) -> None:
-        """Send a client what was sent since the sequence number that he names, then the end."""
-        *envelope, start = request
-        if not 1 <= len(envelope) <= 2 or len(start) != _SEQUENCE_BYTES:  # noqa: PLR2004  # who asks, and an empty frame
+    def _take_request(self, request: list[bytes]) -> None:
+        """A client wants what was sent since the sequence number that he names, then the end. One replay at a time."""
+        *client, start = request
+        if not 1 <= len(client) <= 2 or any(client[1:]) or len(start) != _SEQUENCE_BYTES:  # noqa: PLR2004  # an empty frame
             _limited.warning("replay_malformed", num_frames=len(request))
             return
-        oldest = self._sequence - len(self._sent)
         first = min(max(int.from_bytes(start, "big"), self._first), self._sequence)
-        if first < oldest:
-            self._is_restart_due = True  # what he needs is gone: tell all anew, to everybody
-        for sent in islice(self._sent, max(0, first - oldest), None):
-            replay.send_multipart([*envelope, *sent])
-        replay.send_multipart([*envelope, b"", _END, b""])
+        replay = self._replays.setdefault(tuple(client), _Replay())
+        replay.wanted = first if replay.wanted is None else min(first, replay.wanted)
+
+    def _go_on(self, socket: zmq.Socket[bytes]) -> bool:
+        """Send each client more of his replay, in turns, as far as there is room in his queue. Whether any had room."""
+        has_sent = False
+        until_seconds = time.monotonic() + _REPLAY_SECONDS
+        for client in list(self._replays):
+            replay = self._replays.pop(client)
+            try:
+                while time.monotonic() < until_seconds and self._send_again(socket, client, replay):
+                    has_sent = True
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EHOSTUNREACH:
+                    continue  # he has gone
+                if error.errno != zmq.EAGAIN:
+                    raise
+            if replay.next <= replay.end or replay.wanted is not None:
+                self._replays[client] = replay
+            if time.monotonic() >= until_seconds:
+                break
+        return has_sent
+
+    def _send_again(self, socket: zmq.Socket[bytes], client: tuple[bytes, ...], replay: _Replay) -> bool:
+        """Send the next message of a replay. False: there is none. Raises ZMQError, with nothing sent or changed."""
+        if replay.next > replay.end:
+            if replay.wanted is None:
+                return False
+            replay.next, replay.end, replay.wanted = replay.wanted, self._sequence, None
+        oldest = self._sequence - len(self._sent)
+        number = max(replay.next, min(oldest, replay.end))
+        frames = self._sent[number - oldest] if number < replay.end else (b"", _END, b"")
+        socket.send_multipart([*client, *frames], zmq.NOBLOCK)
+        self._is_restart_due |= number > replay.next  # what he needs is gone: tell all anew, to everybody
+        replay.next = number + 1
+        return True
 
 
 def _first_sequence() -> int:

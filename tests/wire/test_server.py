@@ -69,7 +69,7 @@ class TestAddress:
 
     def test_a_live_server_is_not_replaced(self, driver, server, address, client):
         """It goes on serving."""
-        with pytest.raises(ConfigError, match="another store"):
+        with pytest.raises(ConfigError, match="another process"):
             SocketServer(driver, driver.pool, address, epoch=1)
         client.check()
 
@@ -83,7 +83,7 @@ class TestAddress:
                 waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 waiting[-1].setblocking(False)
                 waiting[-1].connect_ex(str(path))
-            with pytest.raises(ConfigError, match="another store"):
+            with pytest.raises(ConfigError, match="another process"):
                 SocketServer(driver, driver.pool, address, epoch=1)
             for plain in waiting:
                 plain.close()

@@ -133,7 +133,7 @@ def _remove_stale(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)  # a live server's queue may be full
         if probe.connect_ex(path) != errno.ECONNREFUSED:
-            msg = f"another store answers at {path}"
+            msg = f"another process answers at {path}"
             raise ConfigError(msg)
     Path(path).unlink()
 
