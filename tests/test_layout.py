@@ -90,7 +90,7 @@ def test_planes_times_pages_is_the_payload(order, sizes):
     elements = np.prod([*sizes.values()])
     assert layout.token_bytes == elements * 2
     assert layout.num_planes * layout.page_bytes == layout.block_bytes == 16 * layout.token_bytes
-    assert layout.payload_bytes(256) == layout.blocks_per_chunk * layout.block_bytes == 256 * layout.token_bytes
+    assert layout.payload_bytes(256) == layout.num_blocks(256) * layout.block_bytes == 256 * layout.token_bytes
     assert layout.payload_bytes(17) == layout.payload_bytes(32) == 2 * layout.block_bytes
     assert sorted(layout.shape(7)) == sorted([7, 16, *sizes.values()])
 

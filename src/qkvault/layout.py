@@ -93,11 +93,6 @@ class ChunkLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.block_bytes // self.block_size
 
     @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks of a whole chunk."""
-        return self.chunk_size // self.block_size
-
-    @property
     def fingerprint(self) -> str:
         """16 hex digits that differ for every physical layout."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]

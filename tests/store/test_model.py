@@ -536,7 +536,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.check()
         assert len(self.store.index) == 0
         assert len(self.store.leases) == 0
-        assert self.pool.largest_free_bytes == self.pool.capacity_bytes, "not one free run"
+        assert self.pool._bin_sizes == [self.pool.capacity_bytes], "not one free run"
         assert not any(self.model.contents.values())
         assert all(book.residents.used_bytes == 0 and not book.deleting for book in self.books)
         self.pool.close()
