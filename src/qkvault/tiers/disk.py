@@ -15,8 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from qkvault.errors import ConfigError
 from qkvault.image import Header, align_up, read_header, seal, verify_payload
 from qkvault.logs import RateLimited, get_logger
@@ -98,7 +96,7 @@ class DiskTier(Tier):
 
     @property
     def counters(self) -> TierCounters:
-        return msgspec.structs.replace(self._workers.counters, scan_removed=dict(self._scan.removed))
+        return TierCounters(dict(self._scan.removed))
 
     @property
     def problems(self) -> dict[str, str]:
