@@ -21,7 +21,7 @@ from qkvault.image import Header, header_bytes_for, key_in, peek, sketch_of, wri
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
 from qkvault.logs import get_logger
-from qkvault.paged import PagedConnector, PageRun
+from qkvault.paged import PagedConnector, PageRun, mark
 from qkvault.spaces import SpaceDescription
 from qkvault.stats import StatsMonitor
 from qkvault.types import SPACE_BYTES, TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk, Outcome
@@ -242,9 +242,7 @@ class Transfer:
             self.num_ended = self.num_begun
 
     def _synchronize(self) -> None:
-        if self.paged.device.type != "cpu":
-            begun = torch.Event(self.paged.device)
-            begun.record()
+        if (begun := mark(self.paged.device)) is not None:
             begun.synchronize()
 
     def _began(self, copied: torch.Event | None, copy: _Copy) -> None:
