@@ -155,18 +155,9 @@ def read_header(image: memoryview) -> Header:
         msg = f"{len(image)} bytes are too few for a header"
         raise ValueError(msg)
     (
-        magic,
-        version,
-        flags,
-        header_bytes,
-        num_tokens,
-        payload_bytes,
-        payload_check,
-        header_crc,
-        space_bytes,
-        key,
-        parent,
-    ) = _PREFIX.unpack_from(image, 0)
+        magic, version, flags, header_bytes, num_tokens, payload_bytes, payload_check, header_crc, space_bytes,
+        key, parent,
+    ) = _PREFIX.unpack_from(image, 0)  # fmt: skip
     if magic != MAGIC or version != FORMAT_VERSION:
         msg = f"not a chunk image of format {FORMAT_VERSION}: magic {magic!r}, format {version}"
         raise ValueError(msg)

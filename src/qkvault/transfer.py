@@ -275,17 +275,9 @@ class Transfer:
 
     def _header_of(self, item: SaveItem, offset: int) -> tuple[memoryview, Header]:
         """The image that is to be in the slot at ``offset``, and its header."""
-        payload_bytes = self.layout.payload_bytes(item.num_tokens)
-        header = Header(
-            ChunkKey(item.key),
-            ChunkKey(item.parent),
-            item.tokens,
-            self._description,
-            self._header_bytes,
-            payload_bytes,
-            0,
-            item.flags,
-        )
+        payload_bytes, space = self.layout.payload_bytes(item.num_tokens), self._description
+        key, parent = ChunkKey(item.key), ChunkKey(item.parent)
+        header = Header(key, parent, item.tokens, space, self._header_bytes, payload_bytes, 0, item.flags)
         return self.client.pool.view(offset, self._header_bytes + payload_bytes), header
 
     def _open_chunk(self, item: LoadItem) -> tuple[ChunkLayout, PageRun] | None:
