@@ -49,7 +49,6 @@ class EngineMetadata(msgspec.Struct, frozen=True):
     worker_id: int = 0
 
     def space(self, config: Config) -> KeySpace:
-        """The space of the engine's keys."""
         revision = f"@{quote(config.model_revision)}" if config.model_revision else ""
         return KeySpace(
             model_name=self.model_name,
@@ -234,7 +233,6 @@ class CacheEngine:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the store is frozen."""
         return self._client.status().is_frozen
 
     def set_hot_cache(self, *, enabled: bool) -> None:

@@ -53,7 +53,6 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the chunk holds."""
         return len(self.tokens) // TOKEN_BYTES
 
 

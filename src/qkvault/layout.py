@@ -69,7 +69,6 @@ class ChunkLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
         return ELEMENT_BYTES[self.dtype]
 
     @property

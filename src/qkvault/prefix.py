@@ -34,7 +34,6 @@ class Prefix:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are."""
         return self._hasher.num_tokens
 
     def update_to(self, all_tokens: Tokens) -> None:

@@ -21,7 +21,6 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> list[str]:
-        """The names that are known, sorted."""
         return sorted(self._known)
 
     def load(self, name: str) -> type[T]:

@@ -48,7 +48,6 @@ class SaveItem(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the chunk holds."""
         return len(self.tokens) // TOKEN_BYTES
 
 

@@ -36,7 +36,6 @@ class ModelChunk(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it holds."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
@@ -46,7 +45,6 @@ class ModelChunk(NamedTuple):
 
     @property
     def kind(self) -> CacheKind:
-        """What kind of tensor it holds."""
         return kind_of(self.key)
 
     @property

@@ -104,7 +104,6 @@ class _Check:
             self._count("removed", entry.num_bytes)
 
     def report(self) -> DiskReport:
-        """What was seen."""
         without_parent = sum(parent not in self._parents for parent in self._parents.values())
         return DiskReport(**self._counts, without_parent=without_parent, problems=tuple(self._problems))
 

@@ -332,7 +332,6 @@ class Health:
             _log.warning("tier_unavailable", **self._fields, problem=problem)
 
     def recover(self) -> None:
-        """It works again."""
         with self._lock:
             is_line, self._is_logged, self._problem = self._is_logged, False, None
         if is_line:
