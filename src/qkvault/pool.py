@@ -149,11 +149,6 @@ class Pool:
         return self.memory[offset : offset + num_bytes]
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes in free runs, whatever their length."""
-        return self.capacity_bytes - self.used_bytes
-
-    @property
     def slots(self) -> dict[int, int]:
         """Every used slot: offset to bytes. A copy, made by looking at every page."""
         pages = np.frombuffer(self._pages, np.uint32)

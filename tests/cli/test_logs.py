@@ -103,8 +103,8 @@ def test_fields_may_have_any_name(stream):
 )
 def test_all_loggers_are_ours(name, full, stream):
     """Every logger hangs below `qkvault`, so that one switch reaches all."""
-    get_logger(name).error("here")
-    assert stream.getvalue() == f"ERROR {full} here\n"
+    get_logger(name).warning("here")
+    assert stream.getvalue() == f"WARNING {full} here\n"
 
 
 def test_an_exception_comes_with_its_traceback(stream):
