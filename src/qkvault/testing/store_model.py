@@ -70,7 +70,7 @@ class ModelChunk(NamedTuple):
             header = read_header(image)
         except ValueError:
             return False
-        payload = bytes(image[header.header_bytes : header.header_bytes + header.payload_bytes])
+        payload = bytes(image[header.header_bytes : header.image_bytes])
         return self == (header.key, header.parent, header.tokens, payload)
 
 

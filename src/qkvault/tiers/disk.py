@@ -331,9 +331,8 @@ class DiskTier(Tier):
 
 def _image_bytes(header: Header, piece: Piece) -> int | None:
     """Size of the image that ``header`` describes, or None if it is not the image of ``piece``."""
-    image_bytes = header.header_bytes + header.payload_bytes
-    fits = image_bytes <= len(piece.image) <= align_up(image_bytes)
-    return image_bytes if header.key == piece.key and fits else None
+    fits = header.image_bytes <= len(piece.image) <= align_up(header.image_bytes)
+    return header.image_bytes if header.key == piece.key and fits else None
 
 
 def _stored_image_bytes(piece: Piece) -> int | None:

@@ -121,7 +121,7 @@ class _Check:
         if header.key != entry.key:
             msg = "it holds another chunk than its name says"
             raise ValueError(msg)
-        if align_up(header.header_bytes + header.payload_bytes) != entry.num_bytes:
+        if align_up(header.image_bytes) != entry.num_bytes:
             msg = f"{entry.num_bytes} bytes do not fit {header.header_bytes} + {header.payload_bytes} and padding"
             raise ValueError(msg)
         verify_payload(image, header)

@@ -99,8 +99,8 @@ def found_in(header: Header | None, key: bytes) -> Found | None:
     """What a file with ``header`` holds, if that is the chunk ``key``. Its payload was not looked at."""
     if header is None or header.key != key:
         return None
-    image_bytes, sketch = header.header_bytes + header.payload_bytes, sketch_of(header.tokens)
-    sizes = (header.num_tokens, image_bytes, align_up(image_bytes))
+    sketch = sketch_of(header.tokens)
+    sizes = (header.num_tokens, header.image_bytes, align_up(header.image_bytes))
     return Found(key, header.parent, sketch, *sizes, header.tokens, header.space, header.flags)
 
 
