@@ -347,7 +347,8 @@ class StoreMachine(RuleBasedStateMachine):
         # What hangs on a chunk that the store does not know is not known to hang on the one before that.
         known = {key: each for key, each in known.items() if (entry := self.store.index.get(key)) and entry.parent}
         gone = {chunk.key for chunk in named}
-        gone |= {chunk.key for chunk in known.values() if chunk.parent == last and tail.startswith(chunk.tokens)}
+        behind = {chunk.key: chunk.tokens for chunk in known.values() if chunk.parent == last and tail}
+        gone |= {key for key, own in behind.items() if tail.startswith(own) or own.startswith(tail)}
         while more := {chunk.key for chunk in known.values() if chunk.parent in gone} - gone:
             gone |= more
         self.model.forget(gone)
