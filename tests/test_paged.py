@@ -234,9 +234,9 @@ def check_partial_hit(layout: ChunkLayout, num_stored: int, num_own: int) -> Non
     connector = PagedConnector(engine.tensors, layout)
     table = random.sample(range(NUM_BLOCKS), num_stored)
     expected = engine.blocks()
-    runs = []
-    for start in range(0, num_stored, layout.blocks_per_chunk):
-        stop = min(start + layout.blocks_per_chunk, num_stored)
+    runs, blocks_per_chunk = [], layout.num_blocks(layout.chunk_size)
+    for start in range(0, num_stored, blocks_per_chunk):
+        stop = min(start + blocks_per_chunk, num_stored)
         begin = max(start, num_own)
         if begin < stop:
             run = random_run(layout, stop - start, begin - start, table[begin:stop])

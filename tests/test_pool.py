@@ -61,7 +61,7 @@ def test_slots_never_overlap_and_all_of_the_pool_comes_back(operations, chance):
         pool.check()
     for offset in live:
         pool.free(offset)
-    assert pool.largest_free_bytes == pool.free_bytes == pool.capacity_bytes
+    assert (pool._bin_sizes, pool.used_bytes) == ([pool.capacity_bytes], 0)
     pool.check()
     pool.close()
 
@@ -92,7 +92,7 @@ def test_slots_that_are_moved_together_keep_their_bytes(operations, chance):
             continue
         fixed = {offset for offset in live if chance.random() < 0.3}
         moved.clear()
-        had = pool.largest_free_bytes
+        had = max(pool._bin_sizes, default=0)
         offset = pool.allocate(num_bytes) if act == "a" else pool.gather(num_bytes, is_movable, move)
         assert not fixed & moved.keys()
         assert sum(moved.values()) < align_up(num_bytes)
@@ -180,7 +180,7 @@ def test_fifty_thousand_operations_near_full_do_not_fragment_the_pool():
     assert np.mean(late) >= np.mean(early) - 0.02
     while live:
         pool.free(live.popleft())
-    assert pool.largest_free_bytes == pool.free_bytes == pool.capacity_bytes
+    assert (pool._bin_sizes, pool.used_bytes) == ([pool.capacity_bytes], 0)
     pool.close()
 
 
@@ -312,7 +312,7 @@ class OldKernel(mmap.mmap):
 def test_an_older_kernel_prefaults_by_touching(monkeypatch):
     monkeypatch.setattr(pool_module.mmap, "mmap", OldKernel)
     pool = Pool(4 * MIB, name=NAME)
-    attached = AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes, prefault=True)
+    attached = AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes)
     assert not any(attached.memory)
     attached.close()
     pool.close()
@@ -365,7 +365,7 @@ def test_a_shared_pool_takes_huge_pages_that_are_reserved(reserve_huge_pages):
     assert meminfo()["HugePages_Free"] == free - 16
     with pytest.raises(PermissionError):
         os.ftruncate(pool.descriptor, page_bytes)
-    attached = AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes, prefault=True)
+    attached = AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes)
     offset = pool.allocate(8192)
     pool.view(offset, 8192)[:] = attached.view(pool.capacity_bytes - 4096, 4096).tobytes() + b"x" * 4096
     assert attached.view(offset, 8192).tobytes() == bytes(4096) + b"x" * 4096
@@ -418,7 +418,7 @@ def test_another_process_sees_the_same_bytes():
     script = """
 import sys
 from qkvault.pool import AttachedPool
-pool = AttachedPool(int(sys.argv[1]), int(sys.argv[2]), prefault=True)
+pool = AttachedPool(int(sys.argv[1]), int(sys.argv[2]))
 assert bytes(pool.view(8192, 5)) == b"hello"
 pool.view(4096, 5)[:] = b"there"
 pool.close()
@@ -493,7 +493,7 @@ def test_who_maps_a_pool_that_is_closed_keeps_none_of_its_memory(is_huge, reques
     if is_huge:
         request.getfixturevalue("reserve_huge_pages")(8)
     pool = Pool(8 * MIB, name=NAME)
-    with closing(AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes, prefault=True)) as attached:
+    with closing(AttachedPool(os.dup(pool.descriptor), pool.capacity_bytes)) as attached:
         descriptor = os.dup(pool.descriptor)
         attached.view(MIB, 4096)[:] = b"x" * 4096
         assert os.fstat(descriptor).st_blocks > 0

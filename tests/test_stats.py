@@ -364,17 +364,6 @@ def test_no_line_has_a_negative_count(log_stream, monitor):
     assert "=-" not in log_stream.getvalue()
 
 
-def test_the_summary_is_one_line_with_totals_and_rates(monitor):
-    """All totals and the GB/s of every stage fit one log line (B 56)."""
-    monitor.on_stage("from_gpu", 1.0, num_bytes=2 * 10**9)
-    monitor.on_lookup_finished(monitor.on_lookup_request(512), {"disk": 256})
-    assert monitor.snapshot().summary() == (
-        "lookups=1 asked=512 found_ram=0 found_disk=256 found_remote=0 loaded=0 failed=0 voided=0 stored=0 "
-        "lookup_gb_per_second=0 process_tokens_gb_per_second=0 from_gpu_gb_per_second=2 put_gb_per_second=0 "
-        "get_gb_per_second=0 to_gpu_gb_per_second=0"
-    )
-
-
 def test_the_number_of_updates_tells_whether_there_is_news(monitor):
     """Whatever changes a snapshot raises it, refused updates too, and looking does not."""
     seen = [monitor.num_updates]

@@ -25,7 +25,6 @@ class Address(NamedTuple):
 
     @property
     def is_unix(self) -> bool:
-        """Whether it is a Unix socket."""
         return bool(self.path)
 
     @property

@@ -39,7 +39,6 @@ class StoreClient:
 
     @property
     def pool(self) -> PoolView:
-        """The store's memory."""
         return self._transport.pool
 
     @property
@@ -49,7 +48,6 @@ class StoreClient:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the store can do besides."""
         return self._transport.features
 
     @property
@@ -209,7 +207,6 @@ class StoreClient:
         self._ask(m.Register(instance), m.Done, timeout_seconds)
 
     def status(self) -> m.Status:
-        """What is going on."""
         return self._ask(m.GetStatus(), m.Status)
 
     def check(self) -> None:
@@ -217,7 +214,6 @@ class StoreClient:
         self._ask(m.Check(), m.Done)
 
     def bury(self) -> None:
-        """As ``Transport.bury``."""
         self._transport.bury()
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ Tokens + client + transfer, and no state of its own but leases: the observable c
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
@@ -24,7 +23,7 @@ from qkvault.layout import ChunkLayout
 from qkvault.loading import Loaded, Loader
 from qkvault.logs import RateLimited, get_logger
 from qkvault.paged import PagedConnector
-from qkvault.prefix import Prefix
+from qkvault.prefix import Prefix, require_blocks
 from qkvault.stats import StatsMonitor
 from qkvault.tokens import load_scheme, num_masked_tokens
 from qkvault.transfer import SaveItem, StoreResult, Transfer
@@ -50,7 +49,6 @@ class EngineMetadata(msgspec.Struct, frozen=True):
     worker_id: int = 0
 
     def space(self, config: Config) -> KeySpace:
-        """The space of the engine's keys."""
         revision = f"@{quote(config.model_revision)}" if config.model_revision else ""
         return KeySpace(
             model_name=self.model_name,
@@ -87,8 +85,6 @@ class CacheEngine:
         metadata: EngineMetadata,
         tensors: Sequence[torch.Tensor] | PagedConnector,
         client: StoreClient,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``tensors`` are the paged ones, one a layer, laid out as ``metadata.layout`` says; or a connector over them.
 
@@ -105,7 +101,7 @@ class CacheEngine:
         self._space = metadata.space(config)
         self._client, self._paged = client, paged
         self._transfer = Transfer(client, paged, self._space, stats=self.stats)
-        self._loader = Loader(client, self._transfer, self.stats, clock, deadline_seconds=config.load_deadline_seconds)
+        self._loader = Loader(client, self._transfer, self.stats, deadline_seconds=config.load_deadline_seconds)
         self._held: dict[str, _Held] = {}  # by lookup id
 
     def store(
@@ -126,7 +122,7 @@ class CacheEngine:
         end = self._whole_blocks(len(tokens))
         if not self.config.save_partial_chunks:
             end = end // self._space.chunk_size * self._space.chunk_size
-        _require_blocks(block_ids, end, self._paged.block_size)
+        require_blocks(block_ids, end, self._paged.block_size)
         request = self.stats.on_store_request(len(tokens))
         items: list[SaveItem] = []
         outcomes: list[Outcome] = []
@@ -193,7 +189,7 @@ class CacheEngine:
         """
         num_masked = self._num_masked(mask, len(tokens))
         limit = self._whole_blocks(len(tokens))
-        _require_blocks(block_ids, limit, self._paged.block_size)
+        require_blocks(block_ids, limit, self._paged.block_size)
         request = self.stats.on_retrieve_request(len(tokens) - num_masked)
         held, loaded = None, Loaded(num_masked)
         try:
@@ -237,7 +233,6 @@ class CacheEngine:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the store is frozen."""
         return self._client.status().is_frozen
 
     def set_hot_cache(self, *, enabled: bool) -> None:
@@ -357,12 +352,6 @@ def _refusal(identity: RequestIdentity) -> str | None:
     if reason is not None:
         _log.warning("request_not_cached", reason=reason)
     return reason
-
-
-def _require_blocks(block_ids: Sequence[int], num_tokens: int, block_size: int) -> None:
-    if len(block_ids) * block_size < num_tokens:
-        msg = f"{len(block_ids)} blocks of {block_size} tokens do not hold {num_tokens}"
-        raise ValueError(msg)
 
 
 def _by_medium(held: _Held) -> Counter[str]:

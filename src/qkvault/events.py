@@ -92,7 +92,6 @@ class Translator:
     """
 
     def __init__(self) -> None:
-        """No space is known yet."""
         self._models: dict[bytes, str | None] = {}  # space id to model; None: not told of
 
     def translate(self, events: Iterable[StoreEvent]) -> Iterator[tuple[str, WireEvent]]:

@@ -53,8 +53,12 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the chunk holds."""
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def image_bytes(self) -> int:
+        """Of header and payload together."""
+        return self.header_bytes + self.payload_bytes
 
 
 def align_up(num_bytes: int) -> int:
@@ -119,7 +123,7 @@ def write_header(image: memoryview, header: Header) -> None:
     key or the tokens have an impossible length.
     """
     end = PREFIX_BYTES + len(header.tokens) + len(header.space)
-    if end > header.header_bytes or header.header_bytes + header.payload_bytes > len(image):
+    if end > header.header_bytes or header.image_bytes > len(image):
         msg = f"a header of {end} bytes and {header.payload_bytes} of payload do not fit an image of {len(image)}"
         raise ValueError(msg)
     if len(header.key) != KEY_BYTES or len(header.parent) != KEY_BYTES or len(header.tokens) % TOKEN_BYTES:
@@ -142,8 +146,8 @@ def write_header(image: memoryview, header: Header) -> None:
 def seal(image: memoryview) -> None:
     """Compute the payload's check sum and write it into the header, so that the image may leave RAM."""
     header = read_header(image)
-    payload = image[header.header_bytes : header.header_bytes + header.payload_bytes]
-    _PAYLOAD_CHECK.pack_into(image, _PAYLOAD_CHECK_OFFSET, payload_check_of(payload))
+    payload_check = payload_check_of(image[header.header_bytes : header.image_bytes])
+    _PAYLOAD_CHECK.pack_into(image, _PAYLOAD_CHECK_OFFSET, payload_check)
 
 
 def read_header(image: memoryview) -> Header:
@@ -155,18 +159,9 @@ def read_header(image: memoryview) -> Header:
         msg = f"{len(image)} bytes are too few for a header"
         raise ValueError(msg)
     (
-        magic,
-        version,
-        flags,
-        header_bytes,
-        num_tokens,
-        payload_bytes,
-        payload_check,
-        header_crc,
-        space_bytes,
-        key,
-        parent,
-    ) = _PREFIX.unpack_from(image, 0)
+        magic, version, flags, header_bytes, num_tokens, payload_bytes, payload_check, header_crc, space_bytes,
+        key, parent,
+    ) = _PREFIX.unpack_from(image, 0)  # fmt: skip
     if magic != MAGIC or version != FORMAT_VERSION:
         msg = f"not a chunk image of format {FORMAT_VERSION}: magic {magic!r}, format {version}"
         raise ValueError(msg)
@@ -187,7 +182,7 @@ def read_header(image: memoryview) -> Header:
 
 def verify_payload(image: memoryview, header: Header) -> None:
     """Raise ValueError unless the payload in ``image`` is whole and has the check sum that ``header`` tells."""
-    payload = image[header.header_bytes : header.header_bytes + header.payload_bytes]
+    payload = image[header.header_bytes : header.image_bytes]
     if len(payload) != header.payload_bytes:
         msg = f"payload is {len(payload)} of {header.payload_bytes} bytes"
         raise ValueError(msg)

@@ -69,7 +69,6 @@ class ChunkLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
@@ -91,11 +90,6 @@ class ChunkLayout(msgspec.Struct, frozen=True, kw_only=True):
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
         return self.block_bytes // self.block_size
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks of a whole chunk."""
-        return self.chunk_size // self.block_size
 
     @property
     def fingerprint(self) -> str:

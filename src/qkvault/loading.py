@@ -5,7 +5,8 @@ Chunks are copied while later ones are still coming up from a tier, so that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from qkvault.client import StoreClient
@@ -31,17 +32,11 @@ class Loader:
     """Loads for one engine. Owned by the thread that calls it."""
 
     def __init__(
-        self,
-        client: StoreClient,
-        transfer: Transfer,
-        stats: StatsMonitor,
-        clock: Callable[[], float],
-        *,
-        deadline_seconds: float,
+        self, client: StoreClient, transfer: Transfer, stats: StatsMonitor, *, deadline_seconds: float
     ) -> None:
         """``deadline_seconds`` is how long a load waits for what is on its way, and for what is sent."""
         self._client, self._transfer = client, transfer
-        self._stats, self._clock = stats, clock
+        self._stats = stats
         self._deadline_seconds = deadline_seconds
         self._block_size = transfer.paged.block_size
 
@@ -52,14 +47,14 @@ class Loader:
         done. Raises Unavailable and ProtocolError; what was copied by then proves nothing.
         """
         copying = _Copying(self._transfer)
-        deadline = self._clock() + self._deadline_seconds
+        deadline = time.monotonic() + self._deadline_seconds
         waited_seconds = 0.0
         while True:
             found = min(located.ready.num_tokens, stop) // self._block_size * self._block_size
             if found - start >= min_tokens:
-                fetch_seconds = max(deadline - self._clock(), _LAST_SECONDS)
+                fetch_seconds = max(deadline - time.monotonic(), _LAST_SECONDS)
                 copying.go_on(self._items(located, start, found, block_ids), fetch_seconds)
-            left_seconds = deadline - self._clock()
+            left_seconds = deadline - time.monotonic()
             if not located.num_pending or copying.has_failed or left_seconds <= 0:
                 break
             began_seconds = self._stats.clock()

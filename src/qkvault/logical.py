@@ -30,7 +30,7 @@ def logical_views(payload: memoryview, layout: ChunkLayout, num_tokens: int) -> 
 
     A part shares memory with ``payload`` where its tokens lie at one distance: always with one block, else in orders
     whose N comes right after B (``LBNHPD``, ``LHBNPD``, ``LPBNHD``; with one head and one part, more). Otherwise it is
-    a copy, and so is every part of a read-only payload. To have a copy for certain, use ``read_logical``.
+    a copy, and so is every part of a read-only payload.
 
     Raises LayoutMismatch if the layout is opaque, ValueError if the payload is too short or ``num_tokens`` below 1.
     """
@@ -38,17 +38,6 @@ def logical_views(payload: memoryview, layout: ChunkLayout, num_tokens: int) -> 
     arrays = [view.reshape(len(view), -1, *view.shape[3:])[:, :num_tokens] for view in views]
     owned = [array if array.flags.writeable else array.copy() for array in arrays]
     return [torch.from_numpy(array).view(TORCH_DTYPES[layout.dtype]) for array in owned]
-
-
-def read_logical(payload: memoryview, layout: ChunkLayout, parts: Sequence[torch.Tensor]) -> None:
-    """Copy a payload of as many tokens as ``parts`` have into ``parts``: views of larger tensors, with any strides.
-
-    Raises as ``write_logical`` does, and then has copied nothing; the payload may be read-only.
-    """
-    arrays = _arrays_of(parts, layout)
-    for array, view in zip(arrays, _block_views(payload, layout, arrays[0].shape[1]), strict=True):
-        for tokens, pages in _pairs(array, view):
-            np.copyto(tokens, pages)
 
 
 def write_logical(payload: memoryview, layout: ChunkLayout, parts: Sequence[torch.Tensor]) -> None:
@@ -61,11 +50,13 @@ def write_logical(payload: memoryview, layout: ChunkLayout, parts: Sequence[torc
     """
     arrays = _arrays_of(parts, layout)
     num_tokens = arrays[0].shape[1]
+    whole, rest = divmod(num_tokens, layout.block_size)
     for array, view in zip(arrays, _block_views(payload, layout, num_tokens), strict=True):
-        for tokens, pages in _pairs(array, view):
-            np.copyto(pages, tokens)
-        if rest := num_tokens % layout.block_size:
-            view[:, -1, rest:] = 0
+        in_whole, in_rest = np.split(array, [whole * layout.block_size], axis=1)
+        view[:, :whole] = in_whole.reshape(len(array), whole, *view.shape[2:])  # cutting an axis never copies
+        if rest:
+            view[:, whole, :rest] = in_rest
+            view[:, whole, rest:] = 0
 
 
 def convert(
@@ -137,17 +128,3 @@ def _block_views(payload: memoryview, layout: ChunkLayout, num_tokens: int) -> l
             view = view.reshape(*view.shape[:-2], layout.head_size, layout.block_size).swapaxes(-1, -2)
         views.append(view.transpose([order.index(axis) for axis in "LBNHD"]))
     return views
-
-
-def _pairs(part: _Array, view: _Array) -> list[tuple[_Array, _Array]]:
-    """Pieces of ``part [L, T, H, D]`` beside the pieces of ``view [L, B, N, H, D]`` that hold the same tokens."""
-    block_size = view.shape[2]
-    whole, rest = divmod(part.shape[1], block_size)
-    end = whole * block_size
-    pairs = []
-    if whole:
-        split = part[:, :end].reshape(len(part), whole, block_size, *part.shape[2:])  # cutting an axis never copies
-        pairs.append((split, view[:, :whole]))
-    if rest:
-        pairs.append((part[:, end:], view[:, whole, :rest]))
-    return pairs

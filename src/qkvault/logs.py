@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final, TextIO
 
@@ -78,26 +79,22 @@ class Logger:
 
     def debug(self, event: str, /, **fields: object) -> None:  # seam: the fields of a line are the caller's
         """One decision."""
-        self.log(logging.DEBUG, event, fields, frames=2)
+        self.log(logging.DEBUG, event, fields)
 
     def info(self, event: str, /, **fields: object) -> None:  # seam: as debug
         """A change of state that an operator wants to know; never one line a chunk or request."""
-        self.log(logging.INFO, event, fields, frames=2)
+        self.log(logging.INFO, event, fields)
 
     def warning(self, event: str, /, **fields: object) -> None:  # seam: as debug
         """Something costs performance or will go wrong; through RateLimited if it can repeat."""
-        self.log(logging.WARNING, event, fields, frames=2)
-
-    def error(self, event: str, /, **fields: object) -> None:  # seam: as debug
-        """Something that should work does not."""
-        self.log(logging.ERROR, event, fields, frames=2)
+        self.log(logging.WARNING, event, fields)
 
     def exception(self, event: str, /, **fields: object) -> None:  # seam: as debug
         """An error with the traceback of the exception being handled."""
-        self.log(logging.ERROR, event, fields, frames=2, exc_info=True)
+        self.log(logging.ERROR, event, fields, exc_info=True)
 
     def log(
-        self, level: int, event: str, fields: Mapping[str, object], *, frames: int = 1, exc_info: bool = False
+        self, level: int, event: str, fields: Mapping[str, object], *, frames: int = 2, exc_info: bool = False
     ) -> None:
         """A line of any level. The record names the caller ``frames`` above this one."""
         if self._target.isEnabledFor(level):
@@ -119,7 +116,7 @@ class RateLimited:
         self._clock = clock
         self._lock = threading.Lock()
         self._last_seconds: dict[str, float] = {}  # event to when it was last logged
-        self._suppressed: dict[str, tuple[int, int]] = {}  # event to its level and how many lines
+        self._suppressed: Counter[str] = Counter()  # lines since then
 
     def warning(self, event: str, /, **fields: object) -> None:  # seam: the fields of a line are the caller's
         """A warning, unless the event had one less than an interval ago."""
@@ -129,20 +126,13 @@ class RateLimited:
         """A line of level INFO, unless the event had one less than an interval ago."""
         self._log(logging.INFO, event, fields)
 
-    def flush(self) -> None:
-        """Say what is still suppressed, once for each event; at shutdown."""
-        with self._lock:
-            suppressed, self._suppressed = self._suppressed, {}
-        for event, (level, count) in suppressed.items():
-            self._logger.log(level, event, {"suppressed": count})
-
     def _log(self, level: int, event: str, fields: dict[str, object]) -> None:
         now = self._clock()
         with self._lock:
             last = self._last_seconds.get(event)
             if last is not None and now - last < self._interval_seconds:
-                self._suppressed[event] = level, self._suppressed.get(event, (level, 0))[1] + 1
+                self._suppressed[event] += 1
                 return
             self._last_seconds[event] = now
-            _, count = self._suppressed.pop(event, (level, 0))
+            count = self._suppressed.pop(event, 0)
         self._logger.log(level, event, fields | {"suppressed": count} if count else fields, frames=3)

@@ -183,29 +183,6 @@ def read_status(metric: Metric, status: Status) -> Values:
     return found
 
 
-class _Source(msgspec.Struct):
-    stats: Callable[[], Stats] | None
-    status: Callable[[], Status] | None
-    last_status: Status | None = None
-
-    def read(self) -> dict[str, Values]:
-        """Metric name to its numbers. While the store does not answer: what it last said."""
-        found: dict[str, Values] = {}
-        if self.stats is not None:
-            stats = self.stats()
-            found = {metric.name: read_stats(metric, stats) for metric in ENGINE_METRICS}
-        if self.status is not None:
-            try:
-                self.last_status = self.status()
-                found[UP.name] = {(): 1.0}
-            except Unavailable:
-                found[UP.name] = {(): 0.0}
-        if self.last_status is not None:
-            status = self.last_status
-            found |= {metric.name: read_status(metric, status) for metric in STORE_METRICS}
-        return found
-
-
 class MetricsExporter:
     """A Prometheus collector with a registry of its own, so that it never meets the names of its host.
 
@@ -223,38 +200,39 @@ class MetricsExporter:
     ) -> None:
         from prometheus_client import CollectorRegistry
 
-        self._sources: dict[str, _Source] = {}
+        self._stats, self._status, self._instance_id = stats, status, instance_id
+        self._last_status: Status | None = None
         self.registry: CollectorRegistry = CollectorRegistry()
-        self.add(stats, status, instance_id=instance_id)
         self.registry.register(self)
-
-    def add(
-        self,
-        stats: Callable[[], Stats] | None,
-        status: Callable[[], Status] | None = None,
-        *,
-        instance_id: str,
-    ) -> None:
-        """Export another engine of this process too, or replace the one of that name."""
-        self._sources[instance_id] = _Source(stats, status)
-
-    def remove(self, instance_id: str) -> None:
-        """Stop exporting an engine. Unknown names are ignored."""
-        self._sources.pop(instance_id, None)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Every metric with its numbers as of now: what a registry calls for a scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        readings = {instance_id: source.read() for instance_id, source in list(self._sources.items())}
+        numbers = self._read()
         for metric in (*ENGINE_METRICS, UP, *STORE_METRICS):
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(metric.name, metric.help, labels=(INSTANCE, *metric.labels))
-            for instance_id, reading in readings.items():
-                for labels, value in reading.get(metric.name, {}).items():
-                    family.add_metric((instance_id, *labels), value)
+            for labels, value in numbers.get(metric.name, {}).items():
+                family.add_metric((self._instance_id, *labels), value)
             if family.samples:
                 yield family
+
+    def _read(self) -> dict[str, Values]:
+        """Metric name to its numbers. While the store does not answer: what it last said."""
+        found: dict[str, Values] = {}
+        if self._stats is not None:
+            stats = self._stats()
+            found = {metric.name: read_stats(metric, stats) for metric in ENGINE_METRICS}
+        if self._status is not None:
+            try:
+                self._last_status = self._status()
+                found[UP.name] = {(): 1.0}
+            except Unavailable:
+                found[UP.name] = {(): 0.0}
+        if (status := self._last_status) is not None:
+            found |= {metric.name: read_status(metric, status) for metric in STORE_METRICS}
+        return found
 
     def render(self) -> bytes:
         """The scrape as text, in Prometheus' format 0.0.4."""

@@ -219,11 +219,16 @@ class PagedConnector:
                 for stack, part in zip(self._stacks, parts, strict=True):
                     torch.index_select(stack, 1, run_ids, out=part)
                 _copy_rows(staged, rows, to_device=False)
-        if self.device.type == "cpu":
-            return None
-        event = torch.Event(self.device)
-        event.record()
-        return event
+        return mark(self.device)
+
+
+def mark(device: torch.device) -> torch.Event | None:
+    """An event after which all is done that the current stream of ``device`` has by now; None for the CPU: it is."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
 
 
 def _copy_by_threads(stack: torch.Tensor, rows: torch.Tensor, moves: _Moves, *, to_pages: bool) -> None:

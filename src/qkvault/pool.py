@@ -25,8 +25,7 @@ from qkvault.image import ALIGNMENT_BYTES, align_up
 from qkvault.memory import huge_page_bytes, meminfo, require_available, transparent_mode
 
 STEP_BYTES: Final = 64 << 20  # populated at a time, some 10-50 ms: madvise keeps the interpreter to itself
-_MADV_POPULATE_READ: Final = 22  # Linux 5.14; not yet in the mmap module
-_MADV_POPULATE_WRITE: Final = 23
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not yet in the mmap module
 # Whoever maps the pool may write to it, and may not take pages away from under the others.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SMALL: Final = ("", "never", "deny")  # modes in which the kernel gives no transparent huge pages
@@ -148,16 +147,6 @@ class Pool:
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """The bytes ``[offset, offset + num_bytes)``. The caller holds a lease on the slot there."""
         return self.memory[offset : offset + num_bytes]
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in free runs, whatever their length."""
-        return self.capacity_bytes - self.used_bytes
-
-    @property
-    def largest_free_bytes(self) -> int:
-        """Length of the longest free run."""
-        return self._bin_sizes[-1] if self._bin_sizes else 0
 
     @property
     def slots(self) -> dict[int, int]:
@@ -297,11 +286,10 @@ class Pool:
 class AttachedPool:
     """Another process's pool, mapped here: bytes only, no allocator."""
 
-    def __init__(self, descriptor: int, capacity_bytes: int, *, prefault: bool = False) -> None:
+    def __init__(self, descriptor: int, capacity_bytes: int) -> None:
         """Map the pool behind ``descriptor``, which is closed here, also if that fails.
 
-        ``prefault`` enters all pages into this process's tables now (0.15 s a GiB) and spares the first pass over the
-        pool its faults (0.5 s a GiB); if the owner did not prefault, it also makes the pages.
+        The first pass over it pays page faults: 0.5 s a GiB, and less where pages are huge.
 
         Raises ConfigError if there are fewer bytes behind it than ``capacity_bytes``, OSError if it cannot be mapped.
         """
@@ -312,10 +300,6 @@ class AttachedPool:
             self._map = mmap.mmap(descriptor, capacity_bytes)
         finally:
             os.close(descriptor)
-        if prefault:
-            with contextlib.suppress(OSError):  # an older kernel: faults come with use
-                for offset, num_bytes in _steps(capacity_bytes):
-                    self._map.madvise(_MADV_POPULATE_READ, offset, num_bytes)
         self.capacity_bytes = capacity_bytes
         self.memory = memoryview(self._map)
 

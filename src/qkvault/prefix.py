@@ -34,7 +34,6 @@ class Prefix:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are."""
         return self._hasher.num_tokens
 
     def update_to(self, all_tokens: Tokens) -> None:
@@ -140,9 +139,7 @@ def load_items(
     ``ready`` are the request's chunks from the first one on; blocks outside the range are not touched. Raises
     ValueError if ``block_ids``, the request's whole block table, is too short.
     """
-    if len(block_ids) * block_size < stop:
-        msg = f"{len(block_ids)} blocks of {block_size} tokens do not hold {stop}"
-        raise ValueError(msg)
+    require_blocks(block_ids, stop, block_size)
     items = []
     for number, ref in enumerate(ready):
         base = number * chunk_size
@@ -151,3 +148,10 @@ def load_items(
             ids = tuple(block_ids[lo // block_size : hi // block_size])
             items.append(LoadItem(ref, lo, ids))
     return items
+
+
+def require_blocks(block_ids: Sequence[int], num_tokens: int, block_size: int) -> None:
+    """Raise ValueError unless ``block_ids`` hold so many tokens."""
+    if len(block_ids) * block_size < num_tokens:
+        msg = f"{len(block_ids)} blocks of {block_size} tokens do not hold {num_tokens}"
+        raise ValueError(msg)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import Generic, TypeVar
 
+from qkvault.config_names import nearest
 from qkvault.errors import ConfigError
 
 T = TypeVar("T")
@@ -21,7 +21,6 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> list[str]:
-        """The names that are known, sorted."""
         return sorted(self._known)
 
     def load(self, name: str) -> type[T]:
@@ -29,9 +28,7 @@ class Registry(Generic[T]):
         path = self._known.get(name, name)
         module_name, _, class_name = path.partition(":")
         if not class_name:
-            near = difflib.get_close_matches(name, self._known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(self.names)}"
-            msg = f"unknown {self._what} {name!r}: {hint}"
+            msg = f"unknown {self._what} {name!r}: {nearest(name, {each: each for each in self.names})}"
             raise ConfigError(msg)
         try:
             loaded: type[T] = getattr(importlib.import_module(module_name), class_name)

@@ -74,16 +74,6 @@ class Stats(msgspec.Struct, frozen=True):
     chunks: dict[str, int]  # by CHUNK_OUTCOMES
     rejected_updates: int  # a bug of the caller if not 0
 
-    def summary(self) -> str:
-        """The totals and rates in one line of ``key=value``, for logs."""
-        lookup = self.operations["lookup"]
-        found = " ".join(f"found_{medium}={tokens}" for medium, tokens in self.found_tokens.items())
-        rates = " ".join(f"{name}_gb_per_second={stage.gb_per_second:.3g}" for name, stage in self.stages.items())
-        return (
-            f"lookups={lookup.requests} asked={lookup.tokens} {found} loaded={self.loaded_tokens} "
-            f"failed={self.failed_tokens} voided={self.voided_tokens} stored={self.stored_tokens} {rates}"
-        )
-
 
 _TOTALS: Final = tuple(field.name for field in msgspec.structs.fields(Stats) if field.type is int)
 

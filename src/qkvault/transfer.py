@@ -21,7 +21,7 @@ from qkvault.image import Header, header_bytes_for, key_in, peek, sketch_of, wri
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
 from qkvault.logs import get_logger
-from qkvault.paged import PagedConnector, PageRun
+from qkvault.paged import PagedConnector, PageRun, mark
 from qkvault.spaces import SpaceDescription
 from qkvault.stats import StatsMonitor
 from qkvault.types import SPACE_BYTES, TOKEN_BYTES, ChunkKey, ChunkRef, NewChunk, Outcome
@@ -48,7 +48,6 @@ class SaveItem(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the chunk holds."""
         return len(self.tokens) // TOKEN_BYTES
 
 
@@ -242,9 +241,7 @@ class Transfer:
             self.num_ended = self.num_begun
 
     def _synchronize(self) -> None:
-        if self.paged.device.type != "cpu":
-            begun = torch.Event(self.paged.device)
-            begun.record()
+        if (begun := mark(self.paged.device)) is not None:
             begun.synchronize()
 
     def _began(self, copied: torch.Event | None, copy: _Copy) -> None:
@@ -277,17 +274,9 @@ class Transfer:
 
     def _header_of(self, item: SaveItem, offset: int) -> tuple[memoryview, Header]:
         """The image that is to be in the slot at ``offset``, and its header."""
-        payload_bytes = self.layout.payload_bytes(item.num_tokens)
-        header = Header(
-            ChunkKey(item.key),
-            ChunkKey(item.parent),
-            item.tokens,
-            self._description,
-            self._header_bytes,
-            payload_bytes,
-            0,
-            item.flags,
-        )
+        payload_bytes, space = self.layout.payload_bytes(item.num_tokens), self._description
+        key, parent = ChunkKey(item.key), ChunkKey(item.parent)
+        header = Header(key, parent, item.tokens, space, self._header_bytes, payload_bytes, 0, item.flags)
         return self.client.pool.view(offset, self._header_bytes + payload_bytes), header
 
     def _open_chunk(self, item: LoadItem) -> tuple[ChunkLayout, PageRun] | None:

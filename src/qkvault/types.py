@@ -107,7 +107,6 @@ class ChunkRefs(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, refs: Sequence[ChunkRef]) -> ChunkRefs:
-        """The columns of ``refs``."""
         grouped = groupby(refs, key=lambda ref: (ref.num_tokens, ref.image_bytes, ref.medium))
         runs = tuple(RefRun(sum(1 for _ in group), *shared) for shared, group in grouped)
         return cls(b"".join(ref.key for ref in refs), pack_offsets([ref.offset for ref in refs]), runs)
@@ -118,7 +117,6 @@ class ChunkRefs(msgspec.Struct, frozen=True, array_like=True):
         return ChunkRefs(keys[:num_asked_bytes] + self.keys, self.offsets, self.runs)
 
     def __len__(self) -> int:
-        """How many chunks there are."""
         return len(self.offsets) // OFFSET_BYTES
 
     def __iter__(self) -> Iterator[ChunkRef]:
@@ -140,7 +138,6 @@ class ChunkRefs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens they hold together."""
         return sum(run.count * run.num_tokens for run in self.runs)
 
 

@@ -237,7 +237,7 @@ class Desk:
         self.settle()
         self.end_jobs()
         assert (len(self.store.index), len(self.store.leases)) == (0, 0)
-        assert self.pool.largest_free_bytes == self.pool.capacity_bytes
+        assert self.pool._bin_sizes == [self.pool.capacity_bytes]
         assert all(book.residents.used_bytes == 0 for book in self.books)
         self.pool.close()
 

@@ -347,11 +347,8 @@ class StoreMachine(RuleBasedStateMachine):
         # What hangs on a chunk that the store does not know is not known to hang on the one before that.
         known = {key: each for key, each in known.items() if (entry := self.store.index.get(key)) and entry.parent}
         gone = {chunk.key for chunk in named}
-        gone |= {
-            chunk.key
-            for chunk in known.values()
-            if chunk.parent == last and tail and (tail.startswith(chunk.tokens) or chunk.tokens.startswith(tail))
-        }
+        behind = {chunk.key: chunk.tokens for chunk in known.values() if chunk.parent == last and tail}
+        gone |= {key for key, own in behind.items() if tail.startswith(own) or own.startswith(tail)}
         while more := {chunk.key for chunk in known.values() if chunk.parent in gone} - gone:
             gone |= more
         self.model.forget(gone)
@@ -540,7 +537,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.check()
         assert len(self.store.index) == 0
         assert len(self.store.leases) == 0
-        assert self.pool.largest_free_bytes == self.pool.capacity_bytes, "not one free run"
+        assert self.pool._bin_sizes == [self.pool.capacity_bytes], "not one free run"
         assert not any(self.model.contents.values())
         assert all(book.residents.used_bytes == 0 and not book.deleting for book in self.books)
         self.pool.close()

@@ -79,7 +79,6 @@ def test_a_slot_may_be_longer_than_its_image(disk, slots):
 def test_an_image_of_another_key_is_not_stored(disk, slots, root):
     stored = slots.image(1)
     assert disk.store(Piece(key_of(2), stored.image)).failed == ((key_of(2), "corrupt"),)
-    assert disk.tier.counters.store_refused == 1
     assert not files_below(root)
 
 
@@ -222,7 +221,6 @@ def test_one_flipped_byte_in_each_file(disk, slots, root):
             file.write(bytes([byte ^ 1]))
     result = disk.load(*map(slots.blank_for, pieces))
     assert sorted(result.failed) == sorted((piece.key, "corrupt") for piece in pieces)
-    assert disk.tier.counters.load_corrupt == 10
     assert not files_below(root)
 
 
@@ -448,22 +446,6 @@ def test_a_purged_tier_can_go_on(disk, slots):
     assert load(disk, slots, stored)[0] == "absent"
     assert disk.store(stored).done
     assert load(disk, slots, stored) == ("done", True)
-
-
-# Counters
-
-
-def test_outcomes_are_counted(disk, slots):
-    stored = slots.image(1)
-    disk.store(stored)
-    for _ in range(2):
-        assert load(disk, slots, stored) == ("done", True)
-    disk.load(slots.blank(key_of(2), 8192))
-    disk.delete(stored.key)
-    counters = disk.tier.counters
-    assert (counters.stored_chunks, counters.stored_bytes) == (1, len(stored.image))
-    assert (counters.loaded_chunks, counters.loaded_bytes) == (2, 2 * len(stored.image))
-    assert (counters.load_absent, counters.deleted_chunks) == (1, 1)
 
 
 def test_a_tier_is_known_by_its_name():

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from qkvault.tiers.base import JobKind, JobResult, Piece, TierCounters, TierJob
-from qkvault.tiers.workers import ABSENT, CORRUPT, UNAVAILABLE, Health, Workers
+from qkvault.tiers.base import JobKind, JobResult, Piece, TierJob
+from qkvault.tiers.workers import ABSENT, UNAVAILABLE, Health, Workers
 
 STORE, LOAD, DELETE = JobKind.STORE, JobKind.LOAD, JobKind.DELETE
 WAIT_SECONDS = 20.0
@@ -112,7 +112,6 @@ def test_nothing_is_stored_when_room_could_not_be_made():
     with working(lambda kind, piece, job: UNAVAILABLE if kind is DELETE else None) as workers:
         workers.submit(job(1, STORE, b"a", b"b", delete_first=(b"x", b"y")))
         assert settle(workers)[1] == JobResult(1, (), ((b"a", UNAVAILABLE), (b"b", UNAVAILABLE)))
-        assert workers.counters == TierCounters(store_unavailable=2, delete_unavailable=2)
 
 
 def test_a_job_without_pieces_ends():
@@ -221,20 +220,6 @@ def test_what_is_overdue_is_told_once(recorder, gate):
         gate.open()
         settle(workers)
         assert workers.overdue(deadlines) == (set(), False)
-
-
-def test_outcomes_are_counted():
-    reasons = {b"a": None, b"b": ABSENT, b"c": CORRUPT, b"d": UNAVAILABLE}
-    with working(lambda kind, piece, job: reasons[piece.key], num_threads=3) as workers:
-        workers.submit(job(1, LOAD, *b"a b c d".split()))
-        workers.submit(job(2, STORE, *b"a a c d d".split()))
-        workers.submit(job(3, DELETE, *b"a b d".split()))
-        settle(workers)
-        assert workers.counters == TierCounters(
-            stored_chunks=2, stored_bytes=16, loaded_chunks=1, loaded_bytes=8, deleted_chunks=1,
-            load_absent=1, load_corrupt=1, load_unavailable=1, store_refused=1, store_unavailable=2,
-            delete_unavailable=1,
-        )  # fmt: skip
 
 
 def test_an_idle_thread_holds_no_slot():

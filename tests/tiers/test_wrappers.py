@@ -39,21 +39,6 @@ def test_every_nth_load_fails(tier, desk, stored, slots):
     assert desk.store(stored[2]).done
 
 
-def test_every_nth_load_is_wrong_and_does_not_say_so(tier, desk, stored, slots):
-    tier.corrupt_every_load = 2
-    targets = [slots.blank_for(piece) for piece in stored]
-    assert len(desk.load(*targets).done) == 6
-    is_right = [target.image == piece.image for target, piece in zip(targets, stored, strict=True)]
-    assert is_right == [True, False] * 3
-    assert desk.load(slots.blank_for(stored[1])).done, "the tier inside is unharmed"
-
-
-def test_contains_can_lie(tier, stored):
-    tier.lies = True
-    assert tier.contains(stored[0].key) is False
-    assert tier.contains(key_of(99)) is True
-
-
 def test_a_mute_tier_answers_when_released(tier, desk, stored, slots):
     told = threading.Event()
     tier.notify(told.set)

@@ -24,7 +24,7 @@ from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
 from qkvault.paged import PagedConnector
 from qkvault.stats import StatsMonitor
-from qkvault.transfer import SaveItem, SaveReport, Transfer
+from qkvault.transfer import SaveReport, Transfer
 from qkvault.types import CacheKind, Outcome
 
 _log = RateLimited(get_logger("capture"))
@@ -81,7 +81,6 @@ class QRingBufferAdapter:
         link: Link,
         *,
         num_engine_blocks: int,
-        stats: StatsMonitor | None = None,
         paged: PagedConnector | None = None,
     ) -> None:
         """``layout`` is that of the ring's chunks, ``space`` that of their keys; ``link`` is closed by ``shutdown``.
@@ -105,7 +104,7 @@ class QRingBufferAdapter:
             reclaim=self.reclaim,
         )
         self._link = link
-        self._stats = stats if stats is not None else StatsMonitor()
+        self._stats = StatsMonitor()
         self._transfer: Transfer | None = None
         self._lent: deque[_Lent] = deque()  # oldest first
         self._num_reserved = self._num_published = 0  # chunks of the session, as far as they are counted
@@ -163,11 +162,13 @@ class QRingBufferAdapter:
             raise InvariantError(msg)
 
     def _save(self, wholes: Sequence[Whole]) -> None:
-        block_ids = tuple(block_id for whole in wholes for block_id in whole.ring_block_ids)
+        # What was collected names chunks of KV, of rank 0.
+        items = [each.item.in_space(self.space.space_id)._replace(block_ids=each.ring_block_ids) for each in wholes]
+        block_ids = tuple(block_id for item in items for block_id in item.block_ids)
         transfer, num_left = self._transfer, len(wholes)
         try:
             transfer = self._session()
-            for report in transfer.save([self._own(whole) for whole in wholes]):
+            for report in transfer.save(items):
                 self._count(report)
                 num_left -= len(report.outcomes)
         except Exception as error:  # thread top: what is not stored is a later miss
@@ -182,10 +183,6 @@ class QRingBufferAdapter:
         self._num_reserved += outcomes.pop(Outcome.RESERVED, 0)
         self.counters.num_present += outcomes.pop(Outcome.PRESENT, 0)
         self.counters.dropped[Reason.NO_ROOM] += sum(outcomes.values())
-
-    def _own(self, whole: Whole) -> SaveItem:
-        # The item names a chunk of KV, of rank 0.
-        return whole.item.in_space(self.space.space_id)._replace(block_ids=whole.ring_block_ids)
 
     def _lend(self, transfer: Transfer | None, block_ids: tuple[int, ...]) -> None:
         if transfer is None:

@@ -75,7 +75,6 @@ class QTensorFeature:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the step that runs now wants any row."""
         return self.capture is not None and self.capture.is_capturing
 
     def numbers(self) -> Numbers:
@@ -139,12 +138,10 @@ class QTensorFeature:
             self.capture.save_q_layer(layer_name, query, slot_mapping)
 
     def wait_for_save(self) -> None:
-        """The step has run."""
         if self.capture is not None:
             self.capture.batched_submit_qstore_requests()
 
     def reclaim(self) -> None:
-        """Free what copies have done with."""
         if self.capture is not None:
             self.capture.reclaim()
 
@@ -175,7 +172,6 @@ class Dispatcher:
     """Hands every hook to every feature. After ``register`` nothing raises: a fault is logged and counted."""
 
     def __init__(self, features: Mapping[str, Feature]) -> None:
-        """``features`` by name."""
         self.features = dict(features)
         self.num_faults: Counter[str] = Counter()  # by feature and hook, with a dot between them; or by ``guarded``
 
@@ -211,7 +207,6 @@ class Dispatcher:
         self._each("wait_for_save", lambda feature: feature.wait_for_save())
 
     def reclaim(self) -> None:
-        """Between steps."""
         self._each("reclaim", lambda feature: feature.reclaim())
 
     def reregister(self, advertised: Collection[str]) -> None:
@@ -219,7 +214,6 @@ class Dispatcher:
         self._each("reregister", lambda feature: feature.reregister(advertised))
 
     def shutdown(self) -> None:
-        """The engine ends."""
         self._each("shutdown", lambda feature: feature.shutdown())
 
     def _each(self, hook: str, call: Callable[[Feature], None]) -> None:

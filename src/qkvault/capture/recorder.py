@@ -17,6 +17,7 @@ from qkvault.capture.plan import Matched, RequestStep, SlotTable
 from qkvault.capture.rows import StepCapture
 from qkvault.errors import InvariantError
 from qkvault.logs import RateLimited, get_logger
+from qkvault.paged import mark
 
 _UNSEEN_STEPS: Final = 5
 _UNSEEN_TODO: Final = "the engine does not show its attention layers: use --enforce-eager, or report vLLM's version"
@@ -166,10 +167,8 @@ class QRingBufferCapture:
             return
         copied = None
         if is_found is not None and is_found.device.type != "cpu":
-            device = is_found.device
-            is_found = is_found.to("cpu", non_blocking=True)
-            copied = torch.Event(device)
-            copied.record()
+            device, is_found = is_found.device, is_found.to("cpu", non_blocking=True)
+            copied = mark(device)
         self._ran.append(_Ran(capture, is_found, copied))
 
     def _verify(self) -> None:

@@ -89,7 +89,6 @@ class QRingBuffer:
         self._is_free = bytearray(b"\1" * num_blocks)
 
     def num_free_blocks(self) -> int:
-        """How many blocks can be allocated."""
         return len(self._free_blocks)
 
     def allocate(self, count: int) -> list[int] | None:

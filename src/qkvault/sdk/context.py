@@ -273,7 +273,7 @@ class Context:
         layout, ranks = self.geometry.layout, range(len(self.geometry.spaces))
         headers = [self._header_of(item.chunk, rank) for item in items for rank in ranks]
         new = [
-            NewChunk(head.key, head.parent, sketch_of(head.tokens), head.num_tokens, self._image_bytes(head))
+            NewChunk(head.key, head.parent, sketch_of(head.tokens), head.num_tokens, head.image_bytes)
             for head in headers
         ]
         reserved = self._client.reserve(new, self.kind)
@@ -282,7 +282,7 @@ class Context:
                 if offset < 0:
                     continue
                 row, heads = items[at // len(ranks)].row, at % len(ranks) * layout.num_heads
-                image = self._client.pool.view(offset, self._image_bytes(head))
+                image = self._client.pool.view(offset, head.image_bytes)
                 rows, columns = slice(row, row + head.num_tokens), slice(heads, heads + layout.num_heads)
                 parts = [part[:, rows, columns].detach().cpu() for part in given.parts]
                 write_logical(image[head.header_bytes :], layout, parts)
@@ -303,10 +303,6 @@ class Context:
         key, parent = (space.chunk_key(name[SPACE_BYTES:]) for name in (chunk.key, chunk.parent))
         payload_bytes = self.geometry.layout.payload_bytes(chunk.num_tokens)
         return Header(key, parent, chunk.tokens, description, self._header_bytes, payload_bytes, 0, chunk.flags)
-
-    @staticmethod
-    def _image_bytes(header: Header) -> int:
-        return header.header_bytes + header.payload_bytes
 
 
 def _worst(outcomes: Sequence[str]) -> str:

@@ -59,7 +59,6 @@ class CacheTensors:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are there."""
         return len(self.positions)
 
     @property

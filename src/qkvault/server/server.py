@@ -84,7 +84,6 @@ class Server:
         return [thread.name for thread in threads if not thread.is_alive()]
 
     def connect(self, client: str) -> StoreClient:
-        """A session in this process."""
         return StoreClient(InprocTransport(self.driver, self.driver.pool, self.driver.wait_change, client))
 
     def close(self, *, drain_seconds: float | None = None) -> int:

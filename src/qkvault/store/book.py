@@ -35,7 +35,6 @@ class TierBook:
 
     @property
     def bit(self) -> int:
-        """Its bit in ``Entry.tiers``."""
         return 1 << self.number
 
     @property

@@ -22,7 +22,7 @@ from qkvault.store.status import status_of
 from qkvault.tiers.base import JobResult, Tier
 from qkvault.types import Outcome
 from qkvault.wire import messages as m
-from qkvault.wire.transport import Early
+from qkvault.wire.transport import Early, Handler
 
 _TICK_SECONDS: Final = 0.25  # how often leases are expired and the health of tiers is looked at
 _SLICE_SECONDS: Final = 0.0005  # left to others between two slices of a clear
@@ -47,7 +47,7 @@ class Traits(NamedTuple):
 _PLAIN: Final = Traits()
 
 
-class StoreDriver:
+class StoreDriver(Handler):
     """A running store: a manager, its tiers, one thread for their results, one while they are scanned."""
 
     def __init__(
@@ -56,7 +56,6 @@ class StoreDriver:
         tiers: Sequence[Tier] = (),
         *,
         clock: Callable[[], float] = time.monotonic,
-        scan: bool = True,
         traits: Traits = _PLAIN,
     ) -> None:
         """Start. ``tiers`` are those of the manager's books, in that order; the driver closes them.
@@ -78,15 +77,12 @@ class StoreDriver:
         for tier in self.tiers:
             tier.notify(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="qkvault-store", daemon=True)
-        self._scan = Scan(
-            manager, self.tiers if scan else (), self._changed, self._after_change, on_spaces=self._sessions.found
-        )
+        self._scan = Scan(manager, self.tiers, self._changed, self._after_change, on_spaces=self._sessions.found)
         self._thread.start()
         self._scan.wait_sampled(_SAMPLE_SECONDS)
 
     @property
     def pool(self) -> Pool:
-        """The store's memory."""
         return self.manager.room.pool
 
     @property
@@ -95,12 +91,10 @@ class StoreDriver:
         return [self._thread] if self._scan.is_over else [self._thread, self._scan.thread]
 
     def open_session(self, client: str) -> int:
-        """A new session's id."""
         with self._lock:
             return self._sessions.open(client, self._clock())
 
     def close_session(self, session_id: int) -> None:
-        """The client has gone: its leases end. Unknown ids are ignored."""
         with self._lock:
             if self._sessions.close(session_id) and not self._is_closing:
                 self.manager.end_session(session_id)
@@ -139,22 +133,16 @@ class StoreDriver:
         return reply
 
     def slots_of(self, session_id: int, lease_id: int, keys: Sequence[bytes] | None) -> list[memoryview] | None:
-        """The slots that a live write lease of the session may fill, those of ``keys`` or all; None if there is none.
-
-        They stay the session's until it ends, also when the lease runs out meanwhile.
-        """
         with self._lock:
             self._sessions.hear(session_id, self._clock())
             return self.manager.slots_of(session_id, lease_id, keys)
 
     def open_download(self, session_id: int, keys: bytes) -> tuple[int, list[memoryview]]:
-        """Lease what is in RAM of ``keys``. Returns the lease, and the images: an empty view for one that is not."""
         with self._lock:
             self._sessions.hear(session_id, self._clock())
             return self.manager.open_download(session_id, keys, self._clock())
 
     def close_download(self, session_id: int, lease_id: int) -> m.AnyReply:
-        """End that lease. ``Done`` if it has lived until now, else ``Failed``: other bytes may have been sent."""
         with self._lock:
             is_live = not lease_id or self.manager.leases.get(lease_id, session_id) is not None
             self.manager.release(session_id, lease_id)

@@ -67,17 +67,14 @@ class Entry:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it holds."""
         return self.shape[0]
 
     @property
     def image_bytes(self) -> int:
-        """Size of its image."""
         return self.shape[1]
 
     @property
     def kind(self) -> CacheKind:
-        """What kind of tensor it holds."""
         return self.shape[2]
 
     @property
@@ -90,11 +87,9 @@ class Entry:
 
     @property
     def has_children(self) -> bool:
-        """Whether any chunk hangs on it."""
         return self._children is not None
 
     def adopt(self, child: Entry) -> None:
-        """Take ``child`` among the children."""
         children = self._children
         if children is None:
             self._children = child
@@ -134,12 +129,10 @@ class Packed:
     """What entries pack, of all of them at once: as it is now, and not when it changes."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        """Look at each of them, once."""
         self.each = [entry.packed for entry in entries]
         self._rows = b"".join(self.each)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self.each)
 
     def checks(self) -> bytes:
@@ -189,7 +182,6 @@ class Index:
     """Entries by key, and the tree over them."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._entries: dict[bytes, Entry] = {}
         self._shapes: dict[Shape, Shape] = {}  # as many as there are sizes of chunks
 
@@ -206,7 +198,6 @@ class Index:
         return reversed(self._entries)
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry of ``key``, if there is one."""
         return self._entries.get(key)
 
     def run(self, root_key: bytes, keys: bytes) -> list[Entry]:

@@ -62,7 +62,6 @@ class LeaseTable:
         self._next_id = 1
 
     def __len__(self) -> int:
-        """How many leases are live."""
         return len(self._leases)
 
     def open(self, session_id: int, *, is_write: bool, now: float) -> Lease:
@@ -91,13 +90,10 @@ class LeaseTable:
             del self._sessions[lease.session_id]
 
     def of_session(self, session_id: int) -> list[Lease]:
-        """The live leases of a session."""
         return [self._leases[lease_id] for lease_id in sorted(self._sessions.get(session_id, ()))]
 
     def overdue(self, now: float) -> list[Lease]:
-        """Leases past their deadline."""
         return [lease for lease in self._leases.values() if lease.deadline < now]
 
     def all(self) -> list[Lease]:
-        """Every live lease."""
         return list(self._leases.values())

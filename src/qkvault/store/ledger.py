@@ -35,7 +35,6 @@ class Ledger:
     """Counters, and the feed."""
 
     def __init__(self, feed: Feed) -> None:
-        """All zero."""
         self.counters = Counters()
         self.feed = feed
 

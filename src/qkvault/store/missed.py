@@ -16,15 +16,12 @@ class Missed:
     """Keys of chunks in RAM, in the order in which one tier is to be given them: a chunk after the one it hangs on."""
 
     def __init__(self) -> None:
-        """Nothing was missed."""
         self._keys: OrderedDict[bytes, None] = OrderedDict()  # of a plain one the first is not found at once
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._keys)
 
     def __iter__(self) -> Iterator[bytes]:
-        """Each, in order."""
         return iter(self._keys)
 
     def add(self, entry: Entry, is_held: Callable[[Entry], bool]) -> None:

@@ -18,7 +18,6 @@ class Room:
     """The pool and the order in which chunks leave it. The only place that gives slots to entries and takes them."""
 
     def __init__(self, pool: Pool, residents: Residents, index: Index) -> None:
-        """Start with an empty pool."""
         self.pool = pool
         self.residents = residents
         self._index = index
@@ -75,7 +74,6 @@ class Room:
         self.residents.bytes_of[kind] -= self.pool.free(offset)
 
     def image(self, entry: Entry) -> memoryview:
-        """The bytes of the slot of ``entry``."""
         return self.pool.view(entry.offset, entry.image_bytes)
 
     def _allocate(self, kind: CacheKind, num_bytes: int) -> int | None:

@@ -40,7 +40,6 @@ class Sessions:
         self._spaces: dict[bytes, None] = {}  # in the order in which they were last described
 
     def __len__(self) -> int:
-        """How many clients there are."""
         return len(self._sessions)
 
     def open(self, client: str, now: float) -> int:

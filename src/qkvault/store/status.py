@@ -49,14 +49,8 @@ def _medium(name: str, here: Residents, *, is_healthy: bool) -> TierStatus:
 
 def flat_counters(counters: Counters) -> dict[str, int]:
     """Counters by dotted name; every name that an outcome can have is there from the start."""
-    flat = {
-        "lookups": counters.lookups,
-        "chunks_asked": counters.chunks_asked,
-        "chunks_found": counters.chunks_found,
-        "chunks_promoted": counters.chunks_promoted,
-        "collisions": counters.collisions,
-        "leases_expired": counters.leases_expired,
-    }
+    names = ("lookups", "chunks_asked", "chunks_found", "chunks_promoted", "collisions", "leases_expired")
+    flat: dict[str, int] = {name: getattr(counters, name) for name in names}
     flat |= {f"reserve.{outcome.value}": counters.outcomes[outcome] for outcome in Outcome}
     for medium in Medium:
         flat[f"stored.{medium.value}"] = counters.stored[medium]

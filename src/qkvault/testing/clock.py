@@ -13,5 +13,4 @@ class FakeClock:
         return self.seconds
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
         self.seconds += seconds

@@ -36,7 +36,6 @@ class ModelChunk(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it holds."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
@@ -46,7 +45,6 @@ class ModelChunk(NamedTuple):
 
     @property
     def kind(self) -> CacheKind:
-        """What kind of tensor it holds."""
         return kind_of(self.key)
 
     @property
@@ -72,7 +70,7 @@ class ModelChunk(NamedTuple):
             header = read_header(image)
         except ValueError:
             return False
-        payload = bytes(image[header.header_bytes : header.header_bytes + header.payload_bytes])
+        payload = bytes(image[header.header_bytes : header.image_bytes])
         return self == (header.key, header.parent, header.tokens, payload)
 
 

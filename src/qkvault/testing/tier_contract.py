@@ -106,15 +106,12 @@ class TierDesk:
         return result
 
     def store(self, *pieces: Piece, delete_first: Sequence[bytes] = ()) -> JobResult:
-        """Store; returns what became of it."""
         return self.do(JobKind.STORE, pieces, delete_first=delete_first)
 
     def load(self, *pieces: Piece) -> JobResult:
-        """Load; returns what became of it."""
         return self.do(JobKind.LOAD, pieces)
 
     def delete(self, *keys: bytes) -> JobResult:
-        """Delete; returns what became of it."""
         return self.do(JobKind.DELETE, [Piece(key, memoryview(b"")) for key in keys])
 
     def scan(self) -> list[Found]:
@@ -133,7 +130,6 @@ class TierContract:
 
     @pytest.fixture
     def slots(self) -> Iterator[Slots]:
-        """Slots for the test's images."""
         slots = Slots()
         yield slots
         slots.pool.close()
@@ -146,7 +142,6 @@ class TierContract:
 
     @pytest.fixture
     def desk(self, tier: Tier) -> TierDesk:
-        """The test's way to the tier."""
         return TierDesk(tier)
 
     @pytest.mark.parametrize("payload_bytes", [1, 4095, 4096, 10_000, 1 << 20])

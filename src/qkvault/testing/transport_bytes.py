@@ -50,7 +50,6 @@ class TransportBytesContract(Served):
 
     @pytest.fixture
     def clock(self) -> FakeClock:
-        """The store's time."""
         return FakeClock()
 
     @pytest.fixture

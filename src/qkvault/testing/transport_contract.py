@@ -122,7 +122,6 @@ class Served:
 
     @pytest.fixture
     def tier(self) -> FaultyTier:
-        """The store's tier."""
         return FaultyTier(DictTier())
 
     @pytest.fixture
@@ -142,7 +141,6 @@ class Served:
 
     @pytest.fixture
     def client(self, connect: Connect) -> StoreClient:
-        """One client."""
         return connect()
 
 

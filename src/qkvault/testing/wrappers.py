@@ -137,26 +137,14 @@ class FaultyTier(WrapperTier):
     """Fails in the ways that tiers fail, when told to.
 
     - ``fail_every_load``: every n-th piece of a LOAD fails with ``fail_reason``, whatever the inner tier says
-    - ``corrupt_every_load``: every n-th piece that was loaded has one byte of its payload flipped, and counts as done
-    - ``lies``: ``contains`` answers the opposite
     - ``is_mute``: nothing is returned, until it is false again
     - ``has_vanished``: unhealthy; jobs fail at once, until it is false again
     """
 
-    def __init__(
-        self,
-        inner: Tier,
-        *,
-        fail_every_load: int = 0,
-        fail_reason: str = "unavailable",
-        corrupt_every_load: int = 0,
-        lies: bool = False,
-    ) -> None:
+    def __init__(self, inner: Tier, *, fail_every_load: int = 0, fail_reason: str = "unavailable") -> None:
         super().__init__(inner)
         self.fail_every_load = fail_every_load
         self.fail_reason = fail_reason
-        self.corrupt_every_load = corrupt_every_load
-        self.lies = lies
         self.is_mute = False
         self.has_vanished = False
         self._num_loads = 0
@@ -176,10 +164,7 @@ class FaultyTier(WrapperTier):
         return [self._spoil(result) if self.jobs[result.job_id].kind is JobKind.LOAD else result for result in results]
 
     def contains(self, key: bytes) -> bool | None:
-        if self.has_vanished:
-            return None
-        there = self.inner.contains(key)
-        return not there if self.lies else there
+        return None if self.has_vanished else self.inner.contains(key)
 
     @property
     def is_healthy(self) -> bool:
@@ -199,14 +184,11 @@ class FaultyTier(WrapperTier):
         self.on_result()
 
     def _spoil(self, result: JobResult) -> JobResult:
-        images = {piece.key: piece.image for piece in self.jobs[result.job_id].pieces}
         done, failed = [], list(result.failed)
         for key in result.done:
             self._num_loads += 1
             if self.fail_every_load and self._num_loads % self.fail_every_load == 0:
                 failed.append((key, self.fail_reason))
-                continue
-            if self.corrupt_every_load and self._num_loads % self.corrupt_every_load == 0:
-                images[key][-1] ^= 0xFF
-            done.append(key)
+            else:
+                done.append(key)
         return msgspec.structs.replace(result, done=tuple(done), failed=tuple(failed))

@@ -75,19 +75,8 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class TierCounters(msgspec.Struct, frozen=True):
-    """What a tier has done since its start, in pieces and in bytes of images, by outcome."""
+    """What a tier has done since its start that no result tells: the store counts those."""
 
-    stored_chunks: int = 0
-    stored_bytes: int = 0
-    loaded_chunks: int = 0
-    loaded_bytes: int = 0
-    deleted_chunks: int = 0
-    load_absent: int = 0
-    load_corrupt: int = 0
-    load_unavailable: int = 0
-    store_refused: int = 0  # the slot did not hold a whole image of its key, or there was no place for that
-    store_unavailable: int = 0
-    delete_unavailable: int = 0
     scan_removed: dict[str, int] = {}  # files, by what was wrong with them: ``SCAN_FAULTS``
 
 

@@ -15,8 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from qkvault.errors import ConfigError
 from qkvault.image import Header, align_up, read_header, seal, verify_payload
 from qkvault.logs import RateLimited, get_logger
@@ -98,7 +96,7 @@ class DiskTier(Tier):
 
     @property
     def counters(self) -> TierCounters:
-        return msgspec.structs.replace(self._workers.counters, scan_removed=dict(self._scan.removed))
+        return TierCounters(dict(self._scan.removed))
 
     @property
     def problems(self) -> dict[str, str]:
@@ -333,9 +331,8 @@ class DiskTier(Tier):
 
 def _image_bytes(header: Header, piece: Piece) -> int | None:
     """Size of the image that ``header`` describes, or None if it is not the image of ``piece``."""
-    image_bytes = header.header_bytes + header.payload_bytes
-    fits = image_bytes <= len(piece.image) <= align_up(image_bytes)
-    return image_bytes if header.key == piece.key and fits else None
+    fits = header.image_bytes <= len(piece.image) <= align_up(header.image_bytes)
+    return header.image_bytes if header.key == piece.key and fits else None
 
 
 def _stored_image_bytes(piece: Piece) -> int | None:

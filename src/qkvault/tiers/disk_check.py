@@ -104,7 +104,6 @@ class _Check:
             self._count("removed", entry.num_bytes)
 
     def report(self) -> DiskReport:
-        """What was seen."""
         without_parent = sum(parent not in self._parents for parent in self._parents.values())
         return DiskReport(**self._counts, without_parent=without_parent, problems=tuple(self._problems))
 
@@ -122,7 +121,7 @@ class _Check:
         if header.key != entry.key:
             msg = "it holds another chunk than its name says"
             raise ValueError(msg)
-        if align_up(header.header_bytes + header.payload_bytes) != entry.num_bytes:
+        if align_up(header.image_bytes) != entry.num_bytes:
             msg = f"{entry.num_bytes} bytes do not fit {header.header_bytes} + {header.payload_bytes} and padding"
             raise ValueError(msg)
         verify_payload(image, header)

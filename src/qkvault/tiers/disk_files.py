@@ -173,7 +173,6 @@ class Spares:
         self._paths: dict[int, deque[str]] = {}  # bytes of the file -> temporary names
 
     def count(self, num_bytes: int) -> int:
-        """How many there are of ``num_bytes``."""
         return len(self._paths.get(num_bytes, ()))
 
     def keep(self, path: str, temporary: str, num_bytes: int) -> None:
@@ -189,7 +188,6 @@ class Spares:
             return None
 
     def drop(self) -> None:
-        """Remove all."""
         for num_bytes in list(self._paths):
             while (path := self.take(num_bytes)) is not None:
                 with suppress(OSError):

@@ -99,19 +99,9 @@ def found_in(header: Header | None, key: bytes) -> Found | None:
     """What a file with ``header`` holds, if that is the chunk ``key``. Its payload was not looked at."""
     if header is None or header.key != key:
         return None
-    image_bytes = header.header_bytes + header.payload_bytes
     sketch = sketch_of(header.tokens)
-    return Found(
-        key,
-        header.parent,
-        sketch,
-        header.num_tokens,
-        image_bytes,
-        align_up(image_bytes),
-        header.tokens,
-        header.space,
-        header.flags,
-    )
+    sizes = (header.num_tokens, header.image_bytes, align_up(header.image_bytes))
+    return Found(key, header.parent, sketch, *sizes, header.tokens, header.space, header.flags)
 
 
 def fault_of(path: str, header: Header | None, key: bytes) -> str:

@@ -10,15 +10,13 @@ import heapq
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
 from qkvault.logs import RateLimited, get_logger
-from qkvault.tiers.base import JobKind, JobResult, Piece, TierCounters, TierJob
+from qkvault.tiers.base import JobKind, JobResult, Piece, TierJob
 
 ABSENT: Final = "absent"
 CORRUPT: Final = "corrupt"
@@ -31,21 +29,6 @@ CLOSE_SECONDS: Final = 5.0  # how long close waits for I/O that hangs
 _PRIORITY: Final = {JobKind.LOAD: 1, JobKind.DELETE: 2, JobKind.STORE: 3}  # least first; calls are 0
 
 _log = get_logger("tiers")
-
-
-_COUNTERS: Final = {
-    (JobKind.STORE, None): "stored_chunks",
-    (JobKind.STORE, CORRUPT): "store_refused",
-    (JobKind.STORE, REFUSED): "store_refused",
-    (JobKind.STORE, UNAVAILABLE): "store_unavailable",
-    (JobKind.LOAD, None): "loaded_chunks",
-    (JobKind.LOAD, ABSENT): "load_absent",
-    (JobKind.LOAD, CORRUPT): "load_corrupt",
-    (JobKind.LOAD, UNAVAILABLE): "load_unavailable",
-    (JobKind.DELETE, None): "deleted_chunks",
-    (JobKind.DELETE, UNAVAILABLE): "delete_unavailable",
-}
-_BYTE_COUNTERS: Final = {(JobKind.STORE, None): "stored_bytes", (JobKind.LOAD, None): "loaded_bytes"}
 
 
 @dataclass(slots=True)
@@ -100,7 +83,6 @@ class Workers:
         self._is_idle = threading.Condition(self._lock)
         self._queue: list[tuple[int, int, int, _Task]] = []  # priority, sequence of the job, tie-breaker, task
         self._running: dict[int, _Task] = {}  # number of the thread -> what it does
-        self._counts: dict[tuple[JobKind, str | None], list[int]] = {}  # kind, reason -> pieces, bytes
         self._num_jobs = 0  # submitted and not ended
         self._sequence = 0
         self._is_closing = False
@@ -132,10 +114,10 @@ class Workers:
             ended = self._fail(self._begin(job), reason)
         self._announce(ended=ended)
 
-    def fail_waiting(self, *kinds: JobKind, reason: str = UNAVAILABLE) -> None:
+    def fail_waiting(self, *kinds: JobKind) -> None:
         """Fail the pieces of these kinds that no thread has begun. What a STORE deletes first goes all the same."""
         with self._lock:
-            ended = self._fail_waiting(kinds, reason)
+            ended = self._fail_waiting(kinds)
         self._announce(ended=ended)
 
     def call(self, function: Callable[[], None]) -> None:
@@ -176,7 +158,7 @@ class Workers:
         """
         with self._lock:
             self._is_closing = True
-            ended = self._fail_waiting(tuple(JobKind), UNAVAILABLE)
+            ended = self._fail_waiting(tuple(JobKind))
             self._queue.clear()
             self._has_work.notify_all()
         self._announce(ended=ended)
@@ -187,17 +169,6 @@ class Workers:
         if hanging:
             _log.warning("closed_while_hanging", tier=self._name, threads=",".join(hanging))
         return not hanging
-
-    @property
-    def counters(self) -> TierCounters:
-        """What was done up to now."""
-        with self._lock:
-            counts = {what: tuple(count) for what, count in self._counts.items()}
-        pieces = Counter[str]()
-        for what, name in _COUNTERS.items():
-            pieces[name] += counts.get(what, (0,))[0]
-        num_bytes = {name: counts[what][1] for what, name in _BYTE_COUNTERS.items() if what in counts}
-        return msgspec.convert(pieces | num_bytes, TierCounters)
 
     def _work(self, number: int) -> None:
         while (task := self._take(number)) is not None:
@@ -233,10 +204,7 @@ class Workers:
         # All of it, also after one has failed: the store counts each as gone. Returns the first reason why not.
         first = None
         for key in job.delete_first:
-            piece = Piece(key, memoryview(b""))
-            reason = self._run(JobKind.DELETE, piece, job)
-            with self._lock:
-                self._count(JobKind.DELETE, piece, reason)
+            reason = self._run(JobKind.DELETE, Piece(key, memoryview(b"")), job)
             first = first or (reason if reason != ABSENT else None)
         return first
 
@@ -272,13 +240,11 @@ class Workers:
         return self._end_job(progress)
 
     def _fail(self, progress: _Progress, reason: str) -> bool:
-        for piece in progress.job.pieces:
-            self._count(progress.job.kind, piece, reason)
         progress.failed += [(piece.key, reason) for piece in progress.job.pieces]
         progress.num_left = 0
         return self._end_job(progress)
 
-    def _fail_waiting(self, kinds: tuple[JobKind, ...], reason: str) -> bool:
+    def _fail_waiting(self, kinds: tuple[JobKind, ...]) -> bool:
         ended = False
         kept = []
         for item in self._queue:
@@ -287,15 +253,14 @@ class Workers:
                 kept.append(item)
             elif task.piece is None:
                 kept.append(item)
-                ended |= not task.progress.is_ended and self._fail(task.progress, reason)
+                ended |= not task.progress.is_ended and self._fail(task.progress, UNAVAILABLE)
             else:
-                ended |= self._end_piece(task.progress, task.piece, reason)
+                ended |= self._end_piece(task.progress, task.piece, UNAVAILABLE)
         heapq.heapify(kept)
         self._queue = kept
         return ended
 
     def _end_piece(self, progress: _Progress, piece: Piece, reason: str | None) -> bool:
-        self._count(progress.job.kind, piece, reason)
         if reason is None:
             progress.done.append(piece.key)
         else:
@@ -312,11 +277,6 @@ class Workers:
         if not self._num_jobs:
             self._is_idle.notify_all()
         return True
-
-    def _count(self, kind: JobKind, piece: Piece, reason: str | None) -> None:
-        count = self._counts.setdefault((kind, reason), [0, 0])
-        count[0] += 1
-        count[1] += len(piece.image)
 
     # The methods below are called without it.
 
@@ -372,7 +332,6 @@ class Health:
             _log.warning("tier_unavailable", **self._fields, problem=problem)
 
     def recover(self) -> None:
-        """It works again."""
         with self._lock:
             is_line, self._is_logged, self._problem = self._is_logged, False, None
         if is_line:

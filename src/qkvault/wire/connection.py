@@ -70,7 +70,6 @@ class Connection:
 
     @property
     def has_output(self) -> bool:
-        """Whether something waits to be sent."""
         return bool(self._outbox)
 
     @property

@@ -328,23 +328,7 @@ class Failed(Reply, frozen=True):
 
 
 AnyRequest = (
-    Hello
-    | Lookup
-    | Match
-    | Inspect
-    | Poll
-    | Several
-    | Release
-    | Reserve
-    | Commit
-    | Abort
-    | Download
-    | Clear
-    | Forget
-    | Switch
-    | Ping
-    | Register
-    | GetStatus
-    | Check
-)
+    Hello | Lookup | Match | Inspect | Poll | Several | Release | Reserve | Commit | Abort | Download | Clear | Forget
+    | Switch | Ping | Register | GetStatus | Check
+)  # fmt: skip
 AnyReply = Welcome | Located | Inspected | Each | Reserved | Data | Done | Status | Failed

@@ -36,7 +36,6 @@ class MirrorPool:
         self._used: OrderedDict[int, None] = OrderedDict()  # granules that have memory, the least recently used first
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """The bytes ``[offset, offset + num_bytes)``."""
         return self._memory[offset : offset + num_bytes]
 
     @property

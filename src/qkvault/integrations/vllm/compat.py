@@ -92,8 +92,6 @@ require_interface(KVConnectorBase_V1)
 UNKNOWN_FIELDS: Final = unknown_fields(Request)  # none in the vLLM that we support
 
 __all__ = [
-    "SUPPORTED",
-    "UNKNOWN_FIELDS",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
@@ -102,7 +100,4 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
-    "refusal",
-    "require_interface",
-    "unknown_fields",
 ]

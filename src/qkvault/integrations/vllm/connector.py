@@ -20,9 +20,8 @@ from msgspec.structs import replace
 from qkvault import config as configuration
 from qkvault import embedded
 from qkvault.errors import InvariantError, ProtocolError, Unavailable
-from qkvault.integrations.vllm import layouts, queries
+from qkvault.integrations.vllm import SUPPORTED, layouts, queries
 from qkvault.integrations.vllm.compat import (
-    SUPPORTED,
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,

@@ -47,11 +47,9 @@ class QKVaultStats(KVConnectorStats):
     """What was counted since the report before: ``NAME.LABEL...`` to a counter's difference, or a gauge's new value."""
 
     def reset(self) -> None:
-        """Forget all."""
         self.data: dict[str, float] = {}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> QKVaultStats:

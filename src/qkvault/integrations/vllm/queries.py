@@ -121,7 +121,6 @@ class WorkerQueries:
         self._dispatcher.shutdown()
 
     def numbers(self) -> Numbers:
-        """For metrics."""
         return self._dispatcher.numbers()
 
 

@@ -93,7 +93,6 @@ class SchedulerSide:
         self._link.lost(error)
 
     def close(self) -> None:
-        """End the session."""
         self._link.close()
 
     def matched(self, request: Request, num_local: int) -> int | None:

@@ -19,11 +19,11 @@ from qkvault.integrations.vllm.ops import LoadOp, SaveOp, StepPlan, StepReport
 from qkvault.keys import KeySpace
 from qkvault.link import Link
 from qkvault.logs import RateLimited, get_logger
-from qkvault.transfer import LoadItem, SaveItem, Transfer
+from qkvault.paged import PagedConnector, mark
+from qkvault.transfer import LoadItem, Transfer
 from qkvault.types import Outcome
 
 if TYPE_CHECKING:
-    from qkvault.paged import PagedConnector
     from qkvault.stats import Request, StatsMonitor
 
 _UNSAVED: Final = (Outcome.NO_ROOM, Outcome.BUSY)  # what may succeed later
@@ -79,7 +79,7 @@ class WorkerSide:
         for op in plan.loads:
             request = self._stats.on_retrieve_request(len(op.block_ids) * self._paged.block_size)
             num_good = self._try_load(op, deadline)
-            self._loading.append(_Loading(op, num_good, self._mark(), request))
+            self._loading.append(_Loading(op, num_good, mark(self._paged.device), request))
         # vLLM may ask before ``save``, and gives their blocks away after it.
         self._sent.update(op.request_id for op in plan.finals)
 
@@ -178,7 +178,7 @@ class WorkerSide:
         """How many leading items of each op need no second try."""
         if not self._can_save:
             return [len(op.items) for op in ops]
-        items = [self._own(item) for op in ops for item in op.items]
+        items = [item.in_space(self._space.space_id) for op in ops for item in op.items]  # plans name those of rank 0
         request = self._stats.on_store_request(sum(item.num_tokens for item in items))
         outcomes: list[Outcome] = []  # of the items before what raises
         num_bytes = 0
@@ -197,16 +197,6 @@ class WorkerSide:
             return [0] * len(ops)  # what is there by then costs nothing
         left = iter(outcomes)
         return [_num_before(_UNSAVED, [next(left) for _ in op.items]) for op in ops]
-
-    def _own(self, item: SaveItem) -> SaveItem:
-        return item.in_space(self._space.space_id)  # plans name the chunks of rank 0
-
-    def _mark(self) -> torch.Event | None:
-        if self._paged.device.type == "cpu":
-            return None
-        event = torch.Event(self._paged.device)
-        event.record()
-        return event
 
     def _settle(self, *, wait: bool) -> None:
         try:
