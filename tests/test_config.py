@@ -211,6 +211,10 @@ def test_a_missing_file_is_an_error(tmp_path):
         (b"- chunk_size", "holds no settings"),
         (b"64", "holds no settings"),
         (b"chunk_size: 64\nchunk_size: 32", "sets chunk_size more than once"),
+        (b"[" * 9999, "cannot read the settings"),
+        (b"a: !!bool maybe", "cannot read the settings"),
+        (b"a: !!timestamp soon", "cannot read the settings"),
+        (b"a: b\n\tc: d", "found character '\\t' that cannot start any token in line 2"),
         (b"64: 32", "unknown setting '64'"),
         (b"chunk_size: {a: 1}", "expected int, got object"),
         (b"model_revision: 7", "expected str, got int; put it in quotes"),
@@ -360,6 +364,37 @@ def test_a_disk_path_is_made_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert load(env={"QKVAULT_DISK_PATH": "~/kv"}).config.disk_path == "/home/somebody/kv"
     assert load(env={"QKVAULT_DISK_PATH": "kv"}).config.disk_path == str(tmp_path / "kv")
+
+
+# Secrets
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["token: 5317008", "token: [geheim]", "token: @geheim", 'token: "geheim', "token: *geheim", "token: !geheim",
+     "token: !!int geheim", "token: !!bool geheim", "token: !!timestamp geheim", "token: {geheim: ", "token:geheim",
+     "chunk_size: 64\ntoken:geheim", "token: geheim: geheim", "tokn: geheim"],
+)  # fmt: skip
+def test_no_error_about_a_file_shows_the_token(write, text):
+    """B540: neither one of ours, which shows values, nor one of YAML, which shows the line."""
+    said = refusal(path=write(text))
+    assert not {"geheim", "5317008"} & set(re.findall(r"\w+", said)), said
+
+
+def test_a_token_of_another_type_is_refused_without_showing_it(write):
+    """B540: it is said that there is one, wherever it came from."""
+    path = write("token: 5317008")
+    assert refusal(path=path) == f"token=(set) (file {path}): expected str, got int; put it in quotes"
+    assert refusal(vllm={"qkvault.token": 5317008}).startswith("qkvault.token=(set) (vllm): expected str")
+    with pytest.raises(ConfigError, match=re.escape("token=(set): expected str, got int")):
+        Config(token=5317008)
+
+
+def test_settings_that_are_printed_hide_the_token():
+    """B540: in a log, a traceback or a debugger."""
+    assert "token=(set)" in repr(Config(token="geheim"))
+    assert "geheim" not in repr(load(env={}, cli={"token": "geheim"}))
+    assert "token=''" in repr(Config())
 
 
 # Settings that do not go together

@@ -217,12 +217,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Numbers of the layers whose queries are captured, in order; None: all."""
         return parse_numbers(self.q_layers) if self.q_layers else None
 
+    def __repr__(self) -> str:
+        """All settings, without the value of a secret."""
+        return f"Config({', '.join(f'{name}={_shown(name, getattr(self, name))}' for name in self.__struct_fields__)})"
+
     def __post_init__(self) -> None:
         """Refuse what the types allow and the cache cannot do. Raises ConfigError."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if expected := _problem(name, value):
-                msg = f"{name}={value!r}: {expected}"
+                msg = f"{name}={_shown(name, value)}: {expected}"
                 raise ConfigError(msg)
         if self.disk_path is None and self.disk_bytes != _FIELDS["disk_bytes"].default:
             msg = f"disk_bytes={self.disk_bytes} is set, and disk_path is not: there is no disk tier to cap"
@@ -277,13 +281,17 @@ def load(
         try:
             values[setting.name] = _coerce(setting.name, setting.raw)
         except (ValueError, RuntimeError) as error:  # RuntimeError: a home directory that does not exist
-            msg = f"{setting.key}={setting.raw!r} ({setting.source}): {error}"
+            msg = f"{setting.key}={_shown(setting.name, setting.raw)} ({setting.source}): {error}"
             raise ConfigError(msg) from error
         sources[setting.name] = setting.source
     if sources["disk_bytes"] != DEFAULT and values.get("disk_path") is None:
         msg = f"disk_bytes is set ({sources['disk_bytes']}), and disk_path is not: there is no disk tier to cap"
         raise ConfigError(msg)
     return Loaded(msgspec.convert(values, Config), sources)
+
+
+def _shown(name: str, value: object) -> str:
+    return "(set)" if name in SECRETS and value not in (None, "") else repr(value)
 
 
 def _coerce(name: str, raw: object) -> object:

@@ -58,6 +58,13 @@ def test_show_refuses_what_is_wrong():
     assert (result.exit_code, result.stderr) == (2, "qkvault: --set 'ram_bytes': expected NAME=VALUE\n")
 
 
+@pytest.mark.parametrize("setting", ["token:geheim", "token geheim", " token: geheim"])
+def test_a_token_without_an_equals_sign_is_not_shown(setting):
+    """B540: only the name is repeated."""
+    result = runner.invoke(app, ["config", "show", "--set", setting])
+    assert (result.exit_code, result.stderr) == (2, "qkvault: --set 'token': expected NAME=VALUE\n")
+
+
 def test_validate_accepts_a_good_file(file):
     """A good file is code 0, and what it sets is listed."""
     result = runner.invoke(app, ["config", "validate", str(file)])

@@ -78,7 +78,8 @@ def split(settings: list[str] | None) -> dict[str, str]:
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals:
-            msg = f"--set {setting!r}: expected NAME=VALUE"
+            name = setting.strip().replace(":", " ").split(" ")[0]  # what follows may be a secret
+            msg = f"--set {name!r}: expected NAME=VALUE"
             raise ConfigError(msg)
         pairs[name.strip()] = value
     return pairs
