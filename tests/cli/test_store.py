@@ -294,6 +294,16 @@ class TestDoctor:
         (folder / "settings.yaml").write_text("chunk: 32\n")
         assert findings(code=1)["settings"]["verdict"] == "problem"
 
+    def test_the_pool_of_a_server_that_answers_is_there_already(self, folder, server):
+        """B541: nobody needs its memory once more."""
+        (folder / "proc").mkdir()
+        (folder / "proc/meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 4 kB\n")
+        found = {finding.name: finding for finding in examine(folder)}
+        assert found["ram_bytes"].verdict == "ok"
+        server.close()
+        found = {finding.name: finding for finding in examine(folder)}
+        assert found["ram_bytes"].verdict == "problem"
+
     def test_another_version_is_noted(self, monkeypatch):
         """B219: a server that was not restarted after an upgrade."""
         monkeypatch.setattr("qkvault.__version__", "0.0.1", raising=False)

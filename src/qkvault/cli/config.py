@@ -40,11 +40,16 @@ def show(*, file: FileOption = None, settings: SetOption = None, as_json: JsonOp
 
 @app.command()
 def validate(file: Annotated[Path, typer.Argument(help="Settings in YAML.")], *, as_json: JsonOption = False) -> None:
-    """Check a file by itself, without the environment. Exit code 2 if something is wrong."""
-    from qkvault.config import DEFAULT, load
+    """Check a file by itself, without the environment. Exit code 2 if something is wrong, or `serve` would refuse it.
 
-    sources = load(file, env={}).sources
-    names = [name for name, source in sources.items() if source != DEFAULT]
+    Memory, and who else listens, is for `qkvault doctor`.
+    """
+    from qkvault.config import DEFAULT, load
+    from qkvault.server.places import require_servable
+
+    loaded = load(file, env={})
+    require_servable(loaded.config)
+    names = [name for name, source in loaded.sources.items() if source != DEFAULT]
     if as_json:
         print_json({"file": str(file), "settings": names})
     else:
