@@ -306,6 +306,12 @@ def test_keys_that_lmcache_has_too_mean_the_same(name, value):
         ("lease_seconds", "25h", "expected float <= 86400.0"),
         ("lease_seconds", float("nan"), "expected float > 0.0"),
         ("lease_seconds", float("inf"), "expected float <= 86400.0"),
+        ("ram_bytes", "99999999999TiB", "expected int <= 4611686018427387903"),
+        ("query_bytes", 1 << 62, "expected int <= 4611686018427387903"),
+        ("reap_timeout_seconds", "9000h", "expected float <= 31536000.0"),
+        ("reap_timeout_seconds", float("inf"), "expected float <= 31536000.0"),
+        ("registration_grace_seconds", 1e300, "expected float <= 31536000.0"),
+        ("chunk_size", 1 << 20, "expected int <= 262144"),
         ("hot_cache", "maybe", "expected one of true, yes, on, 1, false, no, off, 0"),
         ("hot_cache", 2, "expected one of true"),
         ("chunk_size", "many", "expected a whole number"),
@@ -516,6 +522,22 @@ def test_names_carry_their_units():
                 field.name.endswith(("_bytes", "_tokens", "_workers", "_blocks", "_depth"))
                 or field.name == "chunk_size"
             )
+
+
+def test_every_number_has_bounds():
+    """B542: whatever is set has room in a message, in JSON and in what waits for it; editors are told."""
+    properties = msgspec.json.schema(Config)["$defs"]["Config"]["properties"]
+    numbers = {
+        name: kind
+        for name, field in properties.items()
+        for kind in field.get("anyOf", [field])
+        if kind.get("type") in {"integer", "number"}
+    }
+    assert {"query_bytes", "disk_bytes", "chunk_size", "reap_timeout_seconds", "q_ring_depth"} <= set(numbers)
+    for name, kind in numbers.items():
+        most = min(kind.get("maximum", 1 << 63), kind.get("exclusiveMaximum", 1 << 63))
+        assert most <= (365 * 24 * 3600 if name.endswith("_seconds") else 1 << 62), name
+        assert {"minimum", "exclusiveMinimum"} & set(kind), name
 
 
 def test_there_are_few_settings():

@@ -20,11 +20,14 @@ from qkvault.address import EXPECTED, parse_address
 from qkvault.config_names import explain_unknown, nearest
 from qkvault.config_sources import ENV_PREFIX, VLLM_PREFIX, Setting, all_settings
 from qkvault.errors import ConfigError
-from qkvault.types import GRAIN_TOKENS
+from qkvault.types import GRAIN_TOKENS, MAX_CHUNK_TOKENS
 from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_numbers, parse_size
 
 DEFAULT: Final = "default"
 SECRETS: Final = frozenset({"token"})  # settings that are not shown
+_MOST_BYTES: Final = 1 << 62  # what is computed of it has room in a message
+_MOST: Final = 1 << 31
+_YEAR: Final = 31_536_000  # seconds
 CACHE_POLICIES: Final = ("fifo", "lfu", "lru", "mru")  # a test holds them against qkvault.policies, a layer above
 
 
@@ -43,7 +46,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "default"
     chunk_size: Annotated[
         int,
-        Meta(ge=1, multiple_of=GRAIN_TOKENS, description="Tokens in a chunk, the unit of storage and transfer."),
+        Meta(
+            ge=1,
+            le=MAX_CHUNK_TOKENS,
+            multiple_of=GRAIN_TOKENS,
+            description="Tokens in a chunk, the unit of storage and transfer.",
+        ),
     ] = 256
     hash_algorithm: Annotated[
         Literal["sha256", "blake3", "builtin"],
@@ -52,11 +60,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "with the same PYTHONHASHSEED."
         ),
     ] = "sha256"
-    ram_bytes: Annotated[int, Meta(ge=4096, description="Size of the pool in RAM.", examples=["8GiB", "500MB"])] = (
-        5 * GIB
-    )
+    ram_bytes: Annotated[
+        int, Meta(ge=4096, lt=_MOST_BYTES, description="Size of the pool in RAM.", examples=["8GiB", "500MB"])
+    ] = 5 * GIB
     query_bytes: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
+        Annotated[int, Meta(ge=0, lt=_MOST_BYTES)] | None,
         Meta(
             description="The share of queries in ram_bytes, and by the same ratio in disk_bytes. KV uses what they "
             "leave of it until they need it. 0: none are stored. Empty: a quarter.",
@@ -84,7 +92,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None, Meta(description="Directory of the disk tier. Empty: no disk tier.", examples=["/mnt/nvme/qkvault"])
     ] = None
     disk_bytes: Annotated[
-        int, Meta(ge=4096, description="Cap of the disk tier. Only with disk_path.", examples=["200GB", "1.5 TiB"])
+        int,
+        Meta(
+            ge=4096,
+            lt=_MOST_BYTES,
+            description="Cap of the disk tier. Only with disk_path.",
+            examples=["200GB", "1.5 TiB"],
+        ),
     ] = 50 * GIB
     disk_workers: Annotated[int, Meta(ge=1, le=64, description="Threads that read and write the disk tier.")] = 4
     disk_direct_io: Annotated[
@@ -100,7 +114,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     save_partial_chunks: Annotated[
         bool, Meta(description="Store the tail of a prompt, which fills less than a chunk.")
     ] = True
-    min_hit_tokens: Annotated[int, Meta(ge=0, description="Hits shorter than this are not used.")] = 0
+    min_hit_tokens: Annotated[int, Meta(ge=0, lt=_MOST, description="Hits shorter than this are not used.")] = 0
     load_deadline_seconds: Annotated[
         float,
         Meta(gt=0, le=86400, description="A load that takes longer is a miss.", examples=["500ms", "10s"]),
@@ -162,10 +176,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = False
     reap_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="An engine that is silent for that long is taken off the server's register.")
+        float,
+        Meta(gt=0, le=_YEAR, description="An engine that is silent for that long is taken off the server's register."),
     ] = 120.0
     registration_grace_seconds: Annotated[
-        float, Meta(gt=0, description="The same for one that has registered and never been heard of since.")
+        float, Meta(gt=0, le=_YEAR, description="The same for one that has registered and never been heard of since.")
     ] = 3600.0
     events_endpoint: Annotated[
         str,
@@ -196,9 +211,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="Numbers of the layers whose queries are captured, from 0. Empty: all.", examples=["0,8-11"]),
     ] = ""
     q_ring_blocks: Annotated[
-        int, Meta(ge=0, description="Blocks of the ring that queries are collected in. 0: by q_ring_depth.")
+        int, Meta(ge=0, lt=_MOST, description="Blocks of the ring that queries are collected in. 0: by q_ring_depth.")
     ] = 0
-    q_ring_depth: Annotated[int, Meta(ge=1, description="How many of the engine's largest steps that ring holds.")] = 2
+    q_ring_depth: Annotated[
+        int, Meta(ge=1, lt=_MOST, description="How many of the engine's largest steps that ring holds.")
+    ] = 2
     model_revision: Annotated[
         str, Meta(description="Generation of the weights, part of every key: change it after a weight update.")
     ] = ""

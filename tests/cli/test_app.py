@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import qkvault
 from qkvault.cli.app import app
+from qkvault.cli.output import print_json
 
 runner = CliRunner()
 
@@ -73,6 +74,12 @@ def test_a_wrong_setting_is_one_line_and_code_2():
     assert done.stderr == (
         "qkvault: unknown setting 'QKVAULT_CHUNK_SISE' (env QKVAULT_CHUNK_SISE): did you mean 'QKVAULT_CHUNK_SIZE'?\n"
     )
+
+
+def test_what_is_no_number_in_json_is_never_written():
+    """B542: `Infinity` is for Python alone."""
+    with pytest.raises(ValueError, match="JSON"):
+        print_json({"seconds": float("inf")})
 
 
 def test_an_unknown_command_is_code_2():

@@ -98,6 +98,15 @@ class TestStatus:
         assert [model["model_name"] for model in found["models"]] == ["a/model"]
         assert found["instances"][0]["instance_id"] == "engine"
 
+    def test_the_largest_disk_that_can_be_set_has_room_in_an_answer(self, folder):
+        """B542: and in every command that shows it."""
+        settings = {"ram_bytes": "4MiB", "query_bytes": "4MiB", "prefault": False, "disk_path": str(folder / "disk")}
+        with closing(Server(load(env={}, cli={**settings, "disk_bytes": (1 << 62) - 1}))):
+            disk = json.loads(run("status", "--json"))["media"][1]
+            assert disk["capacity_bytes"] == disk["query_share_bytes"] == (1 << 62) - 1
+            for command in (["status"], ["top", "--once", "--interval", "0.1"]):
+                assert "4194304.0 TiB" in run(*command)
+
     def test_what_others_wrote_does_not_steer_the_terminal(self, engine, server):
         """B333: an instance may call itself what it likes."""
         server.connect("other").register(Instance("\x1b[2Jgone\r\n", "worker", "a/model"))

@@ -16,7 +16,7 @@ def print_json(value: object) -> None:
     """Write ``value`` to stdout as JSON, and nothing else."""
     import json
 
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def printable(text: str) -> str:

@@ -58,7 +58,7 @@ def top(
         ticks = _ticks(client, interval, once=once)
         if as_json:
             for tick in ticks:
-                typer.echo(json.dumps(_plain(tick)))
+                typer.echo(json.dumps(_plain(tick), allow_nan=False))
             return
         _show(ticks, once=once)
 
