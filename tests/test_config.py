@@ -337,6 +337,13 @@ def test_a_value_that_cannot_be_is_refused_with_key_value_and_source(name, raw, 
     assert expected in refusal(vllm={f"qkvault.{name}": raw})
 
 
+@pytest.mark.parametrize("text", ['"a\\0b"', '"a\\uD800"'])
+def test_text_that_no_path_can_be_is_refused(write, text):
+    """B543: as a setting, before anything is asked of the system."""
+    assert "expected text, without zero bytes" in refusal(path=write(f"disk_path: {text}"))
+    assert "expected text, without zero bytes" in refusal(path=write(f"tls_cert_path: {text}"))
+
+
 def test_text_means_the_same_in_every_source(write):
     """A size, a duration and a boolean are read alike from the file, the environment, vLLM and the command line."""
     texts = {"ram_bytes": "8GiB", "lease_seconds": "2m", "hot_cache": "off", "chunk_size": "64"}
@@ -448,6 +455,7 @@ def test_a_lease_outlives_a_load():
         "tcp://127.0.0.1:9400",
         "tcp://cache.example.org:1",
         "tcp://[::1]:65535",
+        "tcp://bücher.example:1",
     ],
 )
 def test_an_address_is_a_socket_or_a_host_with_a_port(address):
@@ -468,6 +476,9 @@ def test_an_address_is_a_socket_or_a_host_with_a_port(address):
         "tcp://::1:9400",
         "http://localhost:9400",
         "tcp://a b:1",
+        "tcp://a..b:1",
+        f"tcp://{'a' * 64}:1",
+        f"tcp://{'é' * 60}:1",
         "nonsense",
         "",
     ],

@@ -8,6 +8,7 @@ is a ConfigError that names the key, the value and where it came from.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -27,6 +28,7 @@ DEFAULT: Final = "default"
 SECRETS: Final = frozenset({"token"})  # settings that are not shown
 _MOST_BYTES: Final = 1 << 62  # what is computed of it has room in a message
 _MOST: Final = 1 << 31
+_NO_TEXT: Final = re.compile("[\0\ud800-\udc7f]")  # the system takes it in no path; beyond are bytes of its own names
 _YEAR: Final = 31_536_000  # seconds
 CACHE_POLICIES: Final = ("fifo", "lfu", "lru", "mru")  # a test holds them against qkvault.policies, a layer above
 
@@ -354,6 +356,8 @@ def _problem(name: str, value: object) -> str:
         hint = "; put it in quotes" if not isinstance(value, str) and str(error).startswith("Expected `str") else hint
         return str(error).replace("`", "").replace("Expected", "expected") + hint
     text = value if isinstance(value, str) else ""
+    if _NO_TEXT.search(text):
+        return "expected text, without zero bytes"
     if name == "cache_policy" and ":" not in text and text not in CACHE_POLICIES:
         return nearest(text, {name: name for name in CACHE_POLICIES}) + ", or module.path:Class of your own"
     if name == "disk_path" and ("://" in text or value == ""):

@@ -170,11 +170,20 @@ class TestLookup:
     @pytest.mark.parametrize(
         ("arguments", "why"),
         [([], "give token ids"), (["hello"], "'hello' is not a token id"), (["-5", "--"], "No such option"),
-         (["1", "--from", "x"], "one of them"), (["--from", "/nowhere"], "cannot read /nowhere")],
+         (["1", "--from", "x"], "one of them"), (["--from", "/nowhere"], "cannot read /nowhere"),
+         (["--from", "/"], "Is a directory"), (["1", "4294967296"], "'4294967296' is not a token id, a whole number"),
+         (["9" * 5000], "is not a token id"), (["--", "-5"], "'-5' is not a token id"), ([""], "nothing to look up"),
+         (["-"], "nothing to look up"), (["--salt", "\udcff", "1"], "surrogates not allowed"),
+         (["1," * ((1 << 20) + 1)], "1048577 tokens, at most 1048576"),
+         (["--tokenizer", "a" * 5000, "text"], "no tokenizer.json at aaa")],
     )  # fmt: skip
     def test_what_is_no_prompt_is_refused(self, engine, arguments, why):
         """B222: code 2, with what is expected."""
         assert why in run("lookup", *arguments, code=2)
+
+    def test_stdin_that_is_no_text_is_refused(self, engine):
+        """B543: with what was wrong there."""
+        assert "cannot read stdin: 'utf-8' codec" in run("lookup", "-", code=2, text=b"1 \xff")
 
 
 class TestOrders:

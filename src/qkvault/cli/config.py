@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qkvault.cli.output import JsonOption, print_json, print_table
+from qkvault.cli.output import JsonOption, print_json, print_table, printable
 from qkvault.errors import ConfigError
 
 app = typer.Typer(help="Show and check settings.", no_args_is_help=True)
@@ -53,7 +53,7 @@ def validate(file: Annotated[Path, typer.Argument(help="Settings in YAML.")], *,
     if as_json:
         print_json({"file": str(file), "settings": names})
     else:
-        typer.echo(f"{file}: fine, sets {', '.join(names) or 'nothing'}")
+        typer.echo(printable(f"{file}: fine, sets {', '.join(names) or 'nothing'}"))
 
 
 @app.command()

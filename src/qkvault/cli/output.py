@@ -33,4 +33,5 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
+    if sys.stdout is not None:  # it was closed
+        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)

@@ -46,7 +46,7 @@ class Tick(NamedTuple):
 
 def top(
     *,
-    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=86400, metavar="SECONDS", help="Between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="One look at an interval, then end.")] = False,
     address: AddressOption = None,
     file: FileOption = None,
