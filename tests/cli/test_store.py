@@ -244,6 +244,17 @@ class TestTop:
         assert "\x1b[?1049l" in read()  # the screen from before is back
         assert "Traceback" not in read()
 
+    def test_sigterm_gives_the_terminal_back(self, engine, terminal):
+        """B544: what was on the screen, and the cursor; then it ends as a shell tells of a signal."""
+        read, process = terminal("top", "--interval", "0.1")
+        until(lambda: "2 chunks" in read())
+        process.terminate()
+        until(lambda: read() and process.poll() is not None)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert read().rindex("\x1b[?1049l") > read().rindex("\x1b[?1049h")
+        assert read().rindex("\x1b[?25h") > read().rindex("\x1b[?25l")
+        assert "Traceback" not in read()
+
     def test_json_is_one_object_a_tick(self, engine):
         """B224: for programs."""
         (line,) = run("top", "--once", "--json", "--interval", "0.1").splitlines()
@@ -266,8 +277,8 @@ def terminal():
                 written.extend(data)
         return written.decode(errors="replace")
 
-    def start(*arguments):
-        command = [sys.executable, "-m", "qkvault", *arguments]
+    def start(*arguments, code=None):
+        command = [sys.executable, *(["-c", code] if code else ["-m", "qkvault"]), *arguments]
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has its background jobs ignore it
         processes.append(subprocess.Popen(command, stdin=ends[1], stdout=ends[1], stderr=ends[1], env=environment))
@@ -280,6 +291,18 @@ def terminal():
         process.wait()
     for end in ends:
         os.close(end)
+
+
+def test_sigterm_during_a_check_gives_the_cursor_back(terminal):
+    """B544: which the bar has hidden."""
+    code = "import time; from qkvault.cli.check import _progress\nwith _progress(hidden=False): time.sleep(60)"
+    read, process = terminal(code=code)
+    until(lambda: "\x1b[?25l" in read())
+    process.terminate()
+    until(lambda: read() and process.poll() is not None)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert read().rindex("\x1b[?25h") > read().rindex("\x1b[?25l")
+    assert "Traceback" not in read()
 
 
 class TestDoctor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qkvault.cli.output import JsonOption, print_json, print_table, printable
+from qkvault.cli.output import JsonOption, drawing, print_json, print_table, printable
 from qkvault.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,6 +72,6 @@ def _progress(*, hidden: bool) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with drawing(Progress(*columns, console=Console(stderr=True), transient=True)) as bar:
         task = bar.add_task("checking", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

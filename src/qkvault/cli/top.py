@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from qkvault.cli.config import FileOption, SetOption
-from qkvault.cli.output import JsonOption, printable
+from qkvault.cli.output import JsonOption, drawing, printable
 from qkvault.cli.store import AddressOption, instance_rows, reach
 from qkvault.units import approximate_size
 
@@ -111,7 +111,7 @@ def _show(ticks: Iterator[Tick], *, once: bool) -> None:
             Console().print(_picture(tick))
         return
     try:
-        with Live(screen=True, auto_refresh=False) as live:
+        with drawing(Live(screen=True, auto_refresh=False)) as live:
             for tick in ticks:
                 live.update(_picture(tick), refresh=True)
     except KeyboardInterrupt:
