@@ -49,10 +49,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     chunk_size: Annotated[
         int,
         Meta(
-            ge=1,
-            le=MAX_CHUNK_TOKENS,
-            multiple_of=GRAIN_TOKENS,
-            description="Tokens in a chunk, the unit of storage and transfer.",
+            ge=1, le=MAX_CHUNK_TOKENS, multiple_of=GRAIN_TOKENS, description="Tokens in a chunk, the unit of storage."
         ),
     ] = 256
     hash_algorithm: Annotated[
@@ -94,13 +91,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None, Meta(description="Directory of the disk tier. Empty: no disk tier.", examples=["/mnt/nvme/qkvault"])
     ] = None
     disk_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            lt=_MOST_BYTES,
-            description="Cap of the disk tier. Only with disk_path.",
-            examples=["200GB", "1.5 TiB"],
-        ),
+        int, Meta(ge=4096, lt=_MOST_BYTES, description="Cap of the disk tier. Only with disk_path.", examples=["2TB"])
     ] = 50 * GIB
     disk_workers: Annotated[int, Meta(ge=1, le=64, description="Threads that read and write the disk tier.")] = 4
     disk_direct_io: Annotated[
@@ -178,8 +169,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = False
     reap_timeout_seconds: Annotated[
-        float,
-        Meta(gt=0, le=_YEAR, description="An engine that is silent for that long is taken off the server's register."),
+        float, Meta(gt=0, le=_YEAR, description="An engine silent for that long is taken off the server's register.")
     ] = 120.0
     registration_grace_seconds: Annotated[
         float, Meta(gt=0, le=_YEAR, description="The same for one that has registered and never been heard of since.")

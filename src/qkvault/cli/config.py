@@ -40,10 +40,7 @@ def show(*, file: FileOption = None, settings: SetOption = None, as_json: JsonOp
 
 @app.command()
 def validate(file: Annotated[Path, typer.Argument(help="Settings in YAML.")], *, as_json: JsonOption = False) -> None:
-    """Check a file by itself, without the environment. Exit code 2 if something is wrong, or `serve` would refuse it.
-
-    Memory, and who else listens, is for `qkvault doctor`.
-    """
+    """Check a file by itself, as `serve` does, without environment and memory. Exit code 2 if something is wrong."""
     from qkvault.config import DEFAULT, load
     from qkvault.server.places import require_servable
 
