@@ -211,6 +211,10 @@ def test_a_missing_file_is_an_error(tmp_path):
         (b"- chunk_size", "holds no settings"),
         (b"64", "holds no settings"),
         (b"chunk_size: 64\nchunk_size: 32", "sets chunk_size more than once"),
+        (b"[" * 9999, "cannot read the settings"),
+        (b"a: !!bool maybe", "cannot read the settings"),
+        (b"a: !!timestamp soon", "cannot read the settings"),
+        (b"a: b\n\tc: d", "found character '\\t' that cannot start any token in line 2"),
         (b"64: 32", "unknown setting '64'"),
         (b"chunk_size: {a: 1}", "expected int, got object"),
         (b"model_revision: 7", "expected str, got int; put it in quotes"),
@@ -302,6 +306,12 @@ def test_keys_that_lmcache_has_too_mean_the_same(name, value):
         ("lease_seconds", "25h", "expected float <= 86400.0"),
         ("lease_seconds", float("nan"), "expected float > 0.0"),
         ("lease_seconds", float("inf"), "expected float <= 86400.0"),
+        ("ram_bytes", "99999999999TiB", "expected int <= 4611686018427387903"),
+        ("query_bytes", 1 << 62, "expected int <= 4611686018427387903"),
+        ("reap_timeout_seconds", "9000h", "expected float <= 31536000.0"),
+        ("reap_timeout_seconds", float("inf"), "expected float <= 31536000.0"),
+        ("registration_grace_seconds", 1e300, "expected float <= 31536000.0"),
+        ("chunk_size", 1 << 20, "expected int <= 262144"),
         ("hot_cache", "maybe", "expected one of true, yes, on, 1, false, no, off, 0"),
         ("hot_cache", 2, "expected one of true"),
         ("chunk_size", "many", "expected a whole number"),
@@ -325,6 +335,13 @@ def test_a_value_that_cannot_be_is_refused_with_key_value_and_source(name, raw, 
         assert expected in refusal(cli={name: raw})
     assert refusal(vllm={f"qkvault.{name}": raw}).startswith(f"qkvault.{name}={raw!r} (vllm): ")
     assert expected in refusal(vllm={f"qkvault.{name}": raw})
+
+
+@pytest.mark.parametrize("text", ['"a\\0b"', '"a\\uD800"'])
+def test_text_that_no_path_can_be_is_refused(write, text):
+    """B543: as a setting, before anything is asked of the system."""
+    assert "expected text, without zero bytes" in refusal(path=write(f"disk_path: {text}"))
+    assert "expected text, without zero bytes" in refusal(path=write(f"tls_cert_path: {text}"))
 
 
 def test_text_means_the_same_in_every_source(write):
@@ -360,6 +377,37 @@ def test_a_disk_path_is_made_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert load(env={"QKVAULT_DISK_PATH": "~/kv"}).config.disk_path == "/home/somebody/kv"
     assert load(env={"QKVAULT_DISK_PATH": "kv"}).config.disk_path == str(tmp_path / "kv")
+
+
+# Secrets
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["token: 5317008", "token: [geheim]", "token: @geheim", 'token: "geheim', "token: *geheim", "token: !geheim",
+     "token: !!int geheim", "token: !!bool geheim", "token: !!timestamp geheim", "token: {geheim: ", "token:geheim",
+     "chunk_size: 64\ntoken:geheim", "token: geheim: geheim", "tokn: geheim"],
+)  # fmt: skip
+def test_no_error_about_a_file_shows_the_token(write, text):
+    """B540: neither one of ours, which shows values, nor one of YAML, which shows the line."""
+    said = refusal(path=write(text))
+    assert not {"geheim", "5317008"} & set(re.findall(r"\w+", said)), said
+
+
+def test_a_token_of_another_type_is_refused_without_showing_it(write):
+    """B540: it is said that there is one, wherever it came from."""
+    path = write("token: 5317008")
+    assert refusal(path=path) == f"token=(set) (file {path}): expected str, got int; put it in quotes"
+    assert refusal(vllm={"qkvault.token": 5317008}).startswith("qkvault.token=(set) (vllm): expected str")
+    with pytest.raises(ConfigError, match=re.escape("token=(set): expected str, got int")):
+        Config(token=5317008)
+
+
+def test_settings_that_are_printed_hide_the_token():
+    """B540: in a log, a traceback or a debugger."""
+    assert "token=(set)" in repr(Config(token="geheim"))
+    assert "geheim" not in repr(load(env={}, cli={"token": "geheim"}))
+    assert "token=''" in repr(Config())
 
 
 # Settings that do not go together
@@ -407,6 +455,7 @@ def test_a_lease_outlives_a_load():
         "tcp://127.0.0.1:9400",
         "tcp://cache.example.org:1",
         "tcp://[::1]:65535",
+        "tcp://bücher.example:1",
     ],
 )
 def test_an_address_is_a_socket_or_a_host_with_a_port(address):
@@ -427,6 +476,9 @@ def test_an_address_is_a_socket_or_a_host_with_a_port(address):
         "tcp://::1:9400",
         "http://localhost:9400",
         "tcp://a b:1",
+        "tcp://a..b:1",
+        f"tcp://{'a' * 64}:1",
+        f"tcp://{'é' * 60}:1",
         "nonsense",
         "",
     ],
@@ -481,6 +533,22 @@ def test_names_carry_their_units():
                 field.name.endswith(("_bytes", "_tokens", "_workers", "_blocks", "_depth"))
                 or field.name == "chunk_size"
             )
+
+
+def test_every_number_has_bounds():
+    """B542: whatever is set has room in a message, in JSON and in what waits for it; editors are told."""
+    properties = msgspec.json.schema(Config)["$defs"]["Config"]["properties"]
+    numbers = {
+        name: kind
+        for name, field in properties.items()
+        for kind in field.get("anyOf", [field])
+        if kind.get("type") in {"integer", "number"}
+    }
+    assert {"query_bytes", "disk_bytes", "chunk_size", "reap_timeout_seconds", "q_ring_depth"} <= set(numbers)
+    for name, kind in numbers.items():
+        most = min(kind.get("maximum", 1 << 63), kind.get("exclusiveMaximum", 1 << 63))
+        assert most <= (365 * 24 * 3600 if name.endswith("_seconds") else 1 << 62), name
+        assert {"minimum", "exclusiveMinimum"} & set(kind), name
 
 
 def test_there_are_few_settings():

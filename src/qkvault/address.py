@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -60,6 +61,8 @@ def parse_address(text: str) -> Address:
         if path.startswith("/") and len(os.fsencode(path)) <= _UNIX_PATH_BYTES:
             return Address(path=path)
     elif (match := _TCP.fullmatch(text)) is not None and int(match[2]) < 1 << 16:
-        return Address(host=match[1].strip("[]"), port=int(match[2]))
+        with contextlib.suppress(UnicodeError):  # a name that none can be: the system would not even look for it
+            match[1].encode("idna")
+            return Address(host=match[1].strip("[]"), port=int(match[2]))
     msg = f"address {text!r}: {EXPECTED}"
     raise ConfigError(msg)

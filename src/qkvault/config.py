@@ -8,6 +8,7 @@ is a ConfigError that names the key, the value and where it came from.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -20,11 +21,15 @@ from qkvault.address import EXPECTED, parse_address
 from qkvault.config_names import explain_unknown, nearest
 from qkvault.config_sources import ENV_PREFIX, VLLM_PREFIX, Setting, all_settings
 from qkvault.errors import ConfigError
-from qkvault.types import GRAIN_TOKENS
+from qkvault.types import GRAIN_TOKENS, MAX_CHUNK_TOKENS
 from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_numbers, parse_size
 
 DEFAULT: Final = "default"
 SECRETS: Final = frozenset({"token"})  # settings that are not shown
+_MOST_BYTES: Final = 1 << 62  # what is computed of it has room in a message
+_MOST: Final = 1 << 31
+_NO_TEXT: Final = re.compile("[\0\ud800-\udc7f]")  # the system takes it in no path; beyond are bytes of its own names
+_YEAR: Final = 31_536_000  # seconds
 CACHE_POLICIES: Final = ("fifo", "lfu", "lru", "mru")  # a test holds them against qkvault.policies, a layer above
 
 
@@ -43,7 +48,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "default"
     chunk_size: Annotated[
         int,
-        Meta(ge=1, multiple_of=GRAIN_TOKENS, description="Tokens in a chunk, the unit of storage and transfer."),
+        Meta(
+            ge=1, le=MAX_CHUNK_TOKENS, multiple_of=GRAIN_TOKENS, description="Tokens in a chunk, the unit of storage."
+        ),
     ] = 256
     hash_algorithm: Annotated[
         Literal["sha256", "blake3", "builtin"],
@@ -52,11 +59,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "with the same PYTHONHASHSEED."
         ),
     ] = "sha256"
-    ram_bytes: Annotated[int, Meta(ge=4096, description="Size of the pool in RAM.", examples=["8GiB", "500MB"])] = (
-        5 * GIB
-    )
+    ram_bytes: Annotated[
+        int, Meta(ge=4096, lt=_MOST_BYTES, description="Size of the pool in RAM.", examples=["8GiB", "500MB"])
+    ] = 5 * GIB
     query_bytes: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
+        Annotated[int, Meta(ge=0, lt=_MOST_BYTES)] | None,
         Meta(
             description="The share of queries in ram_bytes, and by the same ratio in disk_bytes. KV uses what they "
             "leave of it until they need it. 0: none are stored. Empty: a quarter.",
@@ -84,7 +91,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None, Meta(description="Directory of the disk tier. Empty: no disk tier.", examples=["/mnt/nvme/qkvault"])
     ] = None
     disk_bytes: Annotated[
-        int, Meta(ge=4096, description="Cap of the disk tier. Only with disk_path.", examples=["200GB", "1.5 TiB"])
+        int, Meta(ge=4096, lt=_MOST_BYTES, description="Cap of the disk tier. Only with disk_path.", examples=["2TB"])
     ] = 50 * GIB
     disk_workers: Annotated[int, Meta(ge=1, le=64, description="Threads that read and write the disk tier.")] = 4
     disk_direct_io: Annotated[
@@ -100,7 +107,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     save_partial_chunks: Annotated[
         bool, Meta(description="Store the tail of a prompt, which fills less than a chunk.")
     ] = True
-    min_hit_tokens: Annotated[int, Meta(ge=0, description="Hits shorter than this are not used.")] = 0
+    min_hit_tokens: Annotated[int, Meta(ge=0, lt=_MOST, description="Hits shorter than this are not used.")] = 0
     load_deadline_seconds: Annotated[
         float,
         Meta(gt=0, le=86400, description="A load that takes longer is a miss.", examples=["500ms", "10s"]),
@@ -162,10 +169,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = False
     reap_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="An engine that is silent for that long is taken off the server's register.")
+        float, Meta(gt=0, le=_YEAR, description="An engine silent for that long is taken off the server's register.")
     ] = 120.0
     registration_grace_seconds: Annotated[
-        float, Meta(gt=0, description="The same for one that has registered and never been heard of since.")
+        float, Meta(gt=0, le=_YEAR, description="The same for one that has registered and never been heard of since.")
     ] = 3600.0
     events_endpoint: Annotated[
         str,
@@ -196,9 +203,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="Numbers of the layers whose queries are captured, from 0. Empty: all.", examples=["0,8-11"]),
     ] = ""
     q_ring_blocks: Annotated[
-        int, Meta(ge=0, description="Blocks of the ring that queries are collected in. 0: by q_ring_depth.")
+        int, Meta(ge=0, lt=_MOST, description="Blocks of the ring that queries are collected in. 0: by q_ring_depth.")
     ] = 0
-    q_ring_depth: Annotated[int, Meta(ge=1, description="How many of the engine's largest steps that ring holds.")] = 2
+    q_ring_depth: Annotated[
+        int, Meta(ge=1, lt=_MOST, description="How many of the engine's largest steps that ring holds.")
+    ] = 2
     model_revision: Annotated[
         str, Meta(description="Generation of the weights, part of every key: change it after a weight update.")
     ] = ""
@@ -217,12 +226,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Numbers of the layers whose queries are captured, in order; None: all."""
         return parse_numbers(self.q_layers) if self.q_layers else None
 
+    def __repr__(self) -> str:
+        """All settings, without the value of a secret."""
+        return f"Config({', '.join(f'{name}={_shown(name, getattr(self, name))}' for name in self.__struct_fields__)})"
+
     def __post_init__(self) -> None:
         """Refuse what the types allow and the cache cannot do. Raises ConfigError."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if expected := _problem(name, value):
-                msg = f"{name}={value!r}: {expected}"
+                msg = f"{name}={_shown(name, value)}: {expected}"
                 raise ConfigError(msg)
         if self.disk_path is None and self.disk_bytes != _FIELDS["disk_bytes"].default:
             msg = f"disk_bytes={self.disk_bytes} is set, and disk_path is not: there is no disk tier to cap"
@@ -277,13 +290,17 @@ def load(
         try:
             values[setting.name] = _coerce(setting.name, setting.raw)
         except (ValueError, RuntimeError) as error:  # RuntimeError: a home directory that does not exist
-            msg = f"{setting.key}={setting.raw!r} ({setting.source}): {error}"
+            msg = f"{setting.key}={_shown(setting.name, setting.raw)} ({setting.source}): {error}"
             raise ConfigError(msg) from error
         sources[setting.name] = setting.source
     if sources["disk_bytes"] != DEFAULT and values.get("disk_path") is None:
         msg = f"disk_bytes is set ({sources['disk_bytes']}), and disk_path is not: there is no disk tier to cap"
         raise ConfigError(msg)
     return Loaded(msgspec.convert(values, Config), sources)
+
+
+def _shown(name: str, value: object) -> str:
+    return "(set)" if name in SECRETS and value not in (None, "") else repr(value)
 
 
 def _coerce(name: str, raw: object) -> object:
@@ -329,6 +346,8 @@ def _problem(name: str, value: object) -> str:
         hint = "; put it in quotes" if not isinstance(value, str) and str(error).startswith("Expected `str") else hint
         return str(error).replace("`", "").replace("Expected", "expected") + hint
     text = value if isinstance(value, str) else ""
+    if _NO_TEXT.search(text):
+        return "expected text, without zero bytes"
     if name == "cache_policy" and ":" not in text and text not in CACHE_POLICIES:
         return nearest(text, {name: name for name in CACHE_POLICIES}) + ", or module.path:Class of your own"
     if name == "disk_path" and ("://" in text or value == ""):

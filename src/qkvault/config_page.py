@@ -47,7 +47,8 @@ The same names work everywhere. A later line wins over an earlier one:
 Sizes are bytes, or a number with kB, MB, GB, TB (powers of ten), KiB, MiB, GiB or TiB (of two). Durations are seconds,
 or a number with us, ms, s, m or h. Booleans are true, yes, on, 1, false, no, off or 0. A setting that is unknown, that
 cannot be read or that is impossible stops the start with a message; `qkvault config show` prints what is in force and
-where each value came from, `qkvault config validate FILE` checks a file.
+where each value came from. `qkvault config validate FILE` checks a file, and what it names on this machine, as
+`qkvault serve` would.
 
 | setting | default | meaning |
 |---|---|---|

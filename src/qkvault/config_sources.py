@@ -16,6 +16,7 @@ VLLM_PREFIX: Final = "qkvault."
 
 # What Kubernetes puts into every container's environment for a Service called qkvault or qkvault-*.
 _SERVICE_LINK: Final = re.compile(r"QKVAULT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_\w+)?)")
+_QUOTED: Final = re.compile(r"""(['"])(?!<|\\\w').{2,}?\1""")  # of the file, but for a character or a kind of token
 
 
 class Setting(NamedTuple):
@@ -59,9 +60,15 @@ def _read_file(path: Path, origin: str) -> Iterator[Setting]:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         settings = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date that does not exist
-        msg = f"cannot read the settings in {path} ({origin}): {' '.join(str(error).split())}"
+    except (OSError, UnicodeError) as error:
+        msg = f"cannot read the settings in {path} ({origin}): {error}"
         raise ConfigError(msg) from error
+    except (ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:  # yaml's own
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        said = _QUOTED.sub("...", " ".join(str(getattr(error, "problem", error)).split()))
+        msg = f"cannot read the settings in {path} ({origin}): {said}{where}"
+        raise ConfigError(msg) from None  # the error has lines of the file, where a secret may be
     if settings is None:
         return
     if not isinstance(root, yaml.MappingNode):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -29,8 +30,9 @@ from qkvault.wire.server import SocketServer
 if TYPE_CHECKING:
     from qkvault.publisher import Publisher
 
-__all__ = ["EmbeddedStore", "acquire", "find", "open_driver", "publish", "release", "socket_address"]
+__all__ = ["EmbeddedStore", "acquire", "find", "open_driver", "publish", "release", "require_events", "socket_address"]
 
+_ENDPOINT: Final = re.compile(r"(ipc|inproc)://.+|tcp://.+:([0-9]{1,5}|\*)")  # of ZeroMQ
 _lock: Final = threading.Lock()
 _stores: Final[dict[str, EmbeddedStore]] = {}  # by instance id
 
@@ -136,12 +138,19 @@ def release(store: EmbeddedStore) -> None:
 
 
 def publish(config: Config, driver: StoreDriver) -> Publisher | None:
-    """The publisher that the settings ask for, if they do. To be closed before the driver.
-
-    Raises ConfigError, also for an endpoint that other machines reach: events tell the tokens of prompts.
-    """
+    """The publisher that the settings ask for, if they do. To be closed before the driver. Raises ConfigError."""
+    require_events(config)
     if not config.events_endpoint:
         return None
+    from qkvault.publisher import Publisher  # only when it is chosen
+
+    return Publisher(driver, config.events_endpoint, config.events_replay_endpoint, config.events_topic)
+
+
+def require_events(config: Config) -> None:
+    """Raise ConfigError for events that cannot be published, or, since they tell the tokens of prompts, may not be."""
+    if not config.events_endpoint:
+        return
     for setting in ("events_endpoint", "events_replay_endpoint"):
         endpoint = getattr(config, setting)
         if not (config.insecure or is_local_endpoint(endpoint)):
@@ -150,12 +159,14 @@ def publish(config: Config, driver: StoreDriver) -> Publisher | None:
                 "asks. Publish at tcp://127.0.0.1:PORT or ipc:///path, or set insecure if all of that network may know"
             )
             raise ConfigError(msg)
+        if endpoint and not _ENDPOINT.fullmatch(endpoint):
+            msg = f"{setting}: events cannot be published at {endpoint!r}: expected tcp://host:port or ipc:///path"
+            raise ConfigError(msg)
     try:
-        from qkvault.publisher import Publisher  # only when it is chosen
+        import zmq  # noqa: F401  # only whether it is there
     except ImportError as error:
         msg = "events_endpoint needs the package pyzmq: pip install 'qkvault[server]'"
         raise ConfigError(msg) from error
-    return Publisher(driver, config.events_endpoint, config.events_replay_endpoint, config.events_topic)
 
 
 def _open_tiers(config: Config) -> list[Tier]:

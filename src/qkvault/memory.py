@@ -11,19 +11,19 @@ _UNLIMITED_BYTES: Final = 1 << 60  # the kernel writes a number near 2**63 where
 _ROOT: Final = Path("/")
 
 
-def require_available(num_bytes: int) -> None:
+def require_available(num_bytes: int, root: Path | None = None) -> None:
     """Raise ConfigError if there are fewer: a pool that does not fit ends the process some day."""
-    room_bytes, where = available_memory()
+    room_bytes, where = available_memory(root)
     if num_bytes > room_bytes:
         numbers = f"{num_bytes} bytes of memory, {room_bytes} are available {where}"
         msg = f"the pool needs {numbers}: make it smaller (ram_bytes)"
         raise ConfigError(msg)
 
 
-def available_memory() -> tuple[int, str]:
+def available_memory(root: Path | None = None) -> tuple[int, str]:
     """Bytes of memory that can be had without swapping and within the container's limit, and which of both that is."""
-    limits = [(meminfo(_ROOT).get("MemAvailable", _UNLIMITED_BYTES), "on this machine")]
-    if (group := cgroup_memory(_ROOT)) is not None:
+    limits = [(meminfo(root or _ROOT).get("MemAvailable", _UNLIMITED_BYTES), "on this machine")]
+    if (group := cgroup_memory(root or _ROOT)) is not None:
         limits.append((group.available_bytes, "in this control group"))
     return min(limits)
 

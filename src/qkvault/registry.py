@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Generic, TypeVar
 
 from qkvault.config_names import nearest
@@ -24,15 +25,18 @@ class Registry(Generic[T]):
         return sorted(self._known)
 
     def load(self, name: str) -> type[T]:
-        """The class called ``name``. Raises ConfigError, with the nearest name, if there is none."""
+        """The class called ``name``. Raises ConfigError: with the nearest name if there is none, else why not."""
         path = self._known.get(name, name)
         module_name, _, class_name = path.partition(":")
         if not class_name:
             msg = f"unknown {self._what} {name!r}: {nearest(name, {each: each for each in self.names})}"
             raise ConfigError(msg)
         try:
-            loaded: type[T] = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
-            msg = f"{self._what} {name!r} cannot be imported: {error}"
+            loaded: object = getattr(importlib.import_module(module_name), class_name)
+        except Exception as error:  # thread top: others wrote that module, and it may end in any way
+            msg = f"{self._what} {name!r} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigError(msg) from error
+        if not isinstance(loaded, type) or inspect.isabstract(loaded):
+            msg = f"{self._what} {name!r} is no class, or one that lacks methods"
+            raise ConfigError(msg)
         return loaded

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import qkvault
 from qkvault.cli.app import app
+from qkvault.cli.output import print_json
 
 runner = CliRunner()
 
@@ -73,6 +74,34 @@ def test_a_wrong_setting_is_one_line_and_code_2():
     assert done.stderr == (
         "qkvault: unknown setting 'QKVAULT_CHUNK_SISE' (env QKVAULT_CHUNK_SISE): did you mean 'QKVAULT_CHUNK_SIZE'?\n"
     )
+
+
+def test_what_is_no_number_in_json_is_never_written():
+    """B542: `Infinity` is for Python alone."""
+    with pytest.raises(ValueError, match="JSON"):
+        print_json({"seconds": float("inf")})
+
+
+@pytest.mark.parametrize("command", ["config show", "check /proc/self/fd", "lookup -"])
+@pytest.mark.parametrize("closed", ["<&-", ">&-", ">/dev/full", "| head -c 1"])
+def test_no_command_ends_with_a_traceback_when_it_cannot_write_or_read(tmp_path, command, closed):
+    """B543: what ends it is one line at most, and a code."""
+    script = f"{sys.executable} -m qkvault {command} {closed}; exit ${{PIPESTATUS[0]}}"
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", script], input="", capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode in {0, 1, 2}
+    assert done.stderr.count("\n") <= 1
+    assert done.stderr == "" or done.stderr.startswith("qkvault: ")
+
+
+def test_a_name_that_is_no_text_can_be_printed(tmp_path):
+    """B543: of a file, where the terminal takes only UTF-8."""
+    path = tmp_path / os.fsdecode(b"\xff.yaml")
+    path.write_text("chunk_size: 64")
+    done = run("config", "validate", str(path), PYTHONIOENCODING="utf-8:strict")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/?.yaml: fine, sets chunk_size\n")
 
 
 def test_an_unknown_command_is_code_2():

@@ -8,8 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from qkvault.cli.app import app
-from qkvault.config import Config
+from qkvault.config import Config, load
 from qkvault.config_page import schema_markdown
+from qkvault.errors import ConfigError
+from qkvault.server.server import Server
 
 runner = CliRunner()
 
@@ -58,6 +60,13 @@ def test_show_refuses_what_is_wrong():
     assert (result.exit_code, result.stderr) == (2, "qkvault: --set 'ram_bytes': expected NAME=VALUE\n")
 
 
+@pytest.mark.parametrize("setting", ["token:geheim", "token geheim", " token: geheim"])
+def test_a_token_without_an_equals_sign_is_not_shown(setting):
+    """B540: only the name is repeated."""
+    result = runner.invoke(app, ["config", "show", "--set", setting])
+    assert (result.exit_code, result.stderr) == (2, "qkvault: --set 'token': expected NAME=VALUE\n")
+
+
 def test_validate_accepts_a_good_file(file):
     """A good file is code 0, and what it sets is listed."""
     result = runner.invoke(app, ["config", "validate", str(file)])
@@ -87,6 +96,48 @@ def test_validate_refuses_a_bad_file(file, text, message):
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("listen: tcp://0.0.0.0:9400", "other machines reach it"),
+        ("listen: nonsense", "expected unix:///absolute/path"),
+        ("http: nonsense", "expected host:port"),
+        ("tls_cert_path: /x", "tls_key_path is not"),
+        ("listen: tcp://127.0.0.1:0\ntls_cert_path: /x\ntls_key_path: /x", "No such file"),
+        ("cache_policy: no.such:Thing", "cannot be imported: ModuleNotFoundError"),
+        ("events_endpoint: tcp://0.0.0.0:5557", "events tell the tokens"),
+        ("events_endpoint: nonsense", "expected tcp://host:port or ipc:///path"),
+        ("disk_path: {file}", "no directory that this user can write to"),
+    ],
+)
+def test_validate_refuses_what_a_server_would(file, text, message):
+    """B541: in the words of the server."""
+    file.write_text(text.format(file=file))
+    result = runner.invoke(app, ["config", "validate", str(file)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    with pytest.raises(ConfigError) as refused:
+        Server(load(file, env={}, cli={"ram_bytes": "4MiB", "prefault": False}))
+    assert result.stderr == f"qkvault: {refused.value}\n"
+
+
+def test_validate_makes_nothing_and_listens_nowhere(file, monkeypatch, tmp_path):
+    """B541: neither the folder of the default address, nor that of a disk, nor a socket."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    file.write_text(
+        f"disk_path: {tmp_path}/disk\nhttp: unix://{tmp_path}/http\nevents_endpoint: ipc://{tmp_path}/events"
+    )
+    assert runner.invoke(app, ["config", "validate", str(file)]).exit_code == 0
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_validate_takes_the_settings_of_an_engine_whose_server_is_elsewhere(file):
+    """B541: no server of ours is to listen at its address."""
+    file.write_text("address: tcp://cache.example.org:9400\ntoken: geheim\ntls_ca_path: /ca.pem\n")
+    assert runner.invoke(app, ["config", "validate", str(file)]).exit_code == 0
 
 
 def test_validate_refuses_a_missing_file(tmp_path):

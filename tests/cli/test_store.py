@@ -98,6 +98,15 @@ class TestStatus:
         assert [model["model_name"] for model in found["models"]] == ["a/model"]
         assert found["instances"][0]["instance_id"] == "engine"
 
+    def test_the_largest_disk_that_can_be_set_has_room_in_an_answer(self, folder):
+        """B542: and in every command that shows it."""
+        settings = {"ram_bytes": "4MiB", "query_bytes": "4MiB", "prefault": False, "disk_path": str(folder / "disk")}
+        with closing(Server(load(env={}, cli={**settings, "disk_bytes": (1 << 62) - 1}))):
+            disk = json.loads(run("status", "--json"))["media"][1]
+            assert disk["capacity_bytes"] == disk["query_share_bytes"] == (1 << 62) - 1
+            for command in (["status"], ["top", "--once", "--interval", "0.1"]):
+                assert "4194304.0 TiB" in run(*command)
+
     def test_what_others_wrote_does_not_steer_the_terminal(self, engine, server):
         """B333: an instance may call itself what it likes."""
         server.connect("other").register(Instance("\x1b[2Jgone\r\n", "worker", "a/model"))
@@ -161,11 +170,20 @@ class TestLookup:
     @pytest.mark.parametrize(
         ("arguments", "why"),
         [([], "give token ids"), (["hello"], "'hello' is not a token id"), (["-5", "--"], "No such option"),
-         (["1", "--from", "x"], "one of them"), (["--from", "/nowhere"], "cannot read /nowhere")],
+         (["1", "--from", "x"], "one of them"), (["--from", "/nowhere"], "cannot read /nowhere"),
+         (["--from", "/"], "Is a directory"), (["1", "4294967296"], "'4294967296' is not a token id, a whole number"),
+         (["9" * 5000], "is not a token id"), (["--", "-5"], "'-5' is not a token id"), ([""], "nothing to look up"),
+         (["-"], "nothing to look up"), (["--salt", "\udcff", "1"], "surrogates not allowed"),
+         (["1," * ((1 << 20) + 1)], "1048577 tokens, at most 1048576"),
+         (["--tokenizer", "a" * 5000, "text"], "no tokenizer.json at aaa")],
     )  # fmt: skip
     def test_what_is_no_prompt_is_refused(self, engine, arguments, why):
         """B222: code 2, with what is expected."""
         assert why in run("lookup", *arguments, code=2)
+
+    def test_stdin_that_is_no_text_is_refused(self, engine):
+        """B543: with what was wrong there."""
+        assert "cannot read stdin: 'utf-8' codec" in run("lookup", "-", code=2, text=b"1 \xff")
 
 
 class TestOrders:
@@ -226,6 +244,17 @@ class TestTop:
         assert "\x1b[?1049l" in read()  # the screen from before is back
         assert "Traceback" not in read()
 
+    def test_sigterm_gives_the_terminal_back(self, engine, terminal):
+        """B544: what was on the screen, and the cursor; then it ends as a shell tells of a signal."""
+        read, process = terminal("top", "--interval", "0.1")
+        until(lambda: "2 chunks" in read())
+        process.terminate()
+        until(lambda: read() and process.poll() is not None)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert read().rindex("\x1b[?1049l") > read().rindex("\x1b[?1049h")
+        assert read().rindex("\x1b[?25h") > read().rindex("\x1b[?25l")
+        assert "Traceback" not in read()
+
     def test_json_is_one_object_a_tick(self, engine):
         """B224: for programs."""
         (line,) = run("top", "--once", "--json", "--interval", "0.1").splitlines()
@@ -248,8 +277,8 @@ def terminal():
                 written.extend(data)
         return written.decode(errors="replace")
 
-    def start(*arguments):
-        command = [sys.executable, "-m", "qkvault", *arguments]
+    def start(*arguments, code=None):
+        command = [sys.executable, *(["-c", code] if code else ["-m", "qkvault"]), *arguments]
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has its background jobs ignore it
         processes.append(subprocess.Popen(command, stdin=ends[1], stdout=ends[1], stderr=ends[1], env=environment))
@@ -262,6 +291,18 @@ def terminal():
         process.wait()
     for end in ends:
         os.close(end)
+
+
+def test_sigterm_during_a_check_gives_the_cursor_back(terminal):
+    """B544: which the bar has hidden."""
+    code = "import time; from qkvault.cli.check import _progress\nwith _progress(hidden=False): time.sleep(60)"
+    read, process = terminal(code=code)
+    until(lambda: "\x1b[?25l" in read())
+    process.terminate()
+    until(lambda: read() and process.poll() is not None)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert read().rindex("\x1b[?25h") > read().rindex("\x1b[?25l")
+    assert "Traceback" not in read()
 
 
 class TestDoctor:
@@ -293,6 +334,16 @@ class TestDoctor:
         assert "chunk_size=64" in findings("--set", "chunk_size=64", code=1)["server"]["advice"]
         (folder / "settings.yaml").write_text("chunk: 32\n")
         assert findings(code=1)["settings"]["verdict"] == "problem"
+
+    def test_the_pool_of_a_server_that_answers_is_there_already(self, folder, server):
+        """B541: nobody needs its memory once more."""
+        (folder / "proc").mkdir()
+        (folder / "proc/meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 4 kB\n")
+        found = {finding.name: finding for finding in examine(folder)}
+        assert found["ram_bytes"].verdict == "ok"
+        server.close()
+        found = {finding.name: finding for finding in examine(folder)}
+        assert found["ram_bytes"].verdict == "problem"
 
     def test_another_version_is_noted(self, monkeypatch):
         """B219: a server that was not restarted after an upgrade."""

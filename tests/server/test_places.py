@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 
 from qkvault.config import load
 from qkvault.connecting import default_address
 from qkvault.errors import ConfigError, QKVaultError, Unavailable
-from qkvault.server.places import http_place, require_sound, server_tls, store_places
+from qkvault.server.places import http_place, require_servable, require_sound, server_tls, store_places
 from qkvault.testing.transport_contract import WAIT_SECONDS, find, read, save, until
 
 SAFE = {"tls_cert_path": "/c", "tls_key_path": "/k", "token": "geheim"}
@@ -96,6 +98,30 @@ class TestRules:
         config = config_of(listen="unix:///s", **settings)
         with pytest.raises(ConfigError, match=why):
             require_sound(config, store_places(config))
+
+    @pytest.mark.parametrize("path", ["file", "file/below", "link"])
+    def test_a_disk_path_that_is_no_directory_is_refused(self, tmp_path, path):
+        """B541: before anything is made."""
+        (tmp_path / "file").write_text("")
+        (tmp_path / "link").symlink_to("nowhere")
+        with pytest.raises(ConfigError, match="no directory that this user can write to"):
+            require_servable(config_of(disk_path=str(tmp_path / path)))
+
+    def test_a_disk_path_that_may_not_be_written_to_is_refused(self, tmp_path, monkeypatch):
+        """B541: unless it was ours before: a disk may have become read-only."""
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and Path(path).exists())
+        with pytest.raises(ConfigError, match=f"{tmp_path} is no directory that this user can write to"):
+            require_servable(config_of(disk_path=str(tmp_path / "new")))
+        (tmp_path / ".lock").touch()
+        require_servable(config_of(disk_path=str(tmp_path)))
+
+    def test_a_server_may_answer_at_the_address_of_its_clients(self):
+        """B541: with a certificate that they see; by itself an address of another machine is nobody's fault."""
+        require_servable(config_of(address="tcp://192.0.2.1:9400"))
+        with pytest.raises(ConfigError, match="tls_cert_path='/c'"):
+            require_servable(config_of(address="tcp://192.0.2.1:9400", **SAFE))
+        with pytest.raises(ConfigError, match="nothing listens on TCP"):
+            require_servable(config_of(**SAFE))
 
     @pytest.mark.parametrize("listen", ["unix://s", "tcp://127.0.0.1", "/s", "unix:///s,unix:///s"])
     def test_an_address_that_cannot_be_is_refused(self, listen):

@@ -14,13 +14,15 @@ from qkvault.errors import ConfigError, QKVaultError
 
 
 class ErrorsAreLines(TyperGroup):
-    """Ends a command that raises one of our errors: code 2 for a wrong setting, 1 for anything else."""
+    """Ends a command that raises an error of ours or of the system: code 2 for a wrong setting, else 1."""
 
     def invoke(self, ctx: Any) -> Any:  # the context is typer's own class or click's, by its version
         """Run the chosen command."""
         try:
             return super().invoke(ctx)
-        except QKVaultError as error:
+        except BrokenPipeError:  # typer's: who reads has seen enough
+            raise
+        except (QKVaultError, OSError) as error:
             typer.echo(f"qkvault: {error}", err=True)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 

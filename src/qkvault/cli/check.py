@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qkvault.cli.output import JsonOption, print_json, print_table
+from qkvault.cli.output import JsonOption, drawing, print_json, print_table, printable
 from qkvault.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def check(
     from qkvault.tiers.disk_check import check_directory
 
     try:
-        with _progress(hidden=as_json or not sys.stderr.isatty()) as progress:
+        with _progress(hidden=as_json or sys.stderr is None or not sys.stderr.isatty()) as progress:
             report = check_directory(path, fix=fix, progress=progress)
     except OSError as error:
         msg = f"cannot check {path}: {error}"
@@ -57,7 +57,7 @@ def _print(report: DiskReport) -> None:
         ("files", "number", "size"), [(what, str(number), approximate_size(size)) for what, number, size in counted]
     )
     for path, problem in report.problems:
-        typer.echo(f"{path}: {problem}")
+        typer.echo(printable(f"{path}: {problem}"))
     if (unlisted := report.corrupt + report.temporary - len(report.problems)) > 0:
         typer.echo(f"and {unlisted} more")
 
@@ -72,6 +72,6 @@ def _progress(*, hidden: bool) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with drawing(Progress(*columns, console=Console(stderr=True), transient=True)) as bar:
         task = bar.add_task("checking", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qkvault.cli.output import JsonOption, print_json, print_table
+from qkvault.cli.output import JsonOption, print_json, print_table, printable
 from qkvault.errors import ConfigError
 
 app = typer.Typer(help="Show and check settings.", no_args_is_help=True)
@@ -40,15 +40,17 @@ def show(*, file: FileOption = None, settings: SetOption = None, as_json: JsonOp
 
 @app.command()
 def validate(file: Annotated[Path, typer.Argument(help="Settings in YAML.")], *, as_json: JsonOption = False) -> None:
-    """Check a file by itself, without the environment. Exit code 2 if something is wrong."""
+    """Check a file by itself, as `serve` does, without environment and memory. Exit code 2 if something is wrong."""
     from qkvault.config import DEFAULT, load
+    from qkvault.server.places import require_servable
 
-    sources = load(file, env={}).sources
-    names = [name for name, source in sources.items() if source != DEFAULT]
+    loaded = load(file, env={})
+    require_servable(loaded.config)
+    names = [name for name, source in loaded.sources.items() if source != DEFAULT]
     if as_json:
         print_json({"file": str(file), "settings": names})
     else:
-        typer.echo(f"{file}: fine, sets {', '.join(names) or 'nothing'}")
+        typer.echo(printable(f"{file}: fine, sets {', '.join(names) or 'nothing'}"))
 
 
 @app.command()
@@ -78,7 +80,8 @@ def split(settings: list[str] | None) -> dict[str, str]:
     for setting in settings or []:
         name, equals, value = setting.partition("=")
         if not equals:
-            msg = f"--set {setting!r}: expected NAME=VALUE"
+            name = setting.strip().replace(":", " ").split(" ")[0]  # what follows may be a secret
+            msg = f"--set {name!r}: expected NAME=VALUE"
             raise ConfigError(msg)
         pairs[name.strip()] = value
     return pairs

@@ -20,7 +20,7 @@ from qkvault.cli.config import FileOption, SetOption, split
 from qkvault.cli.output import JsonOption, print_json, print_table
 from qkvault.cli.store import AddressOption
 from qkvault.errors import ConfigError, QKVaultError, Unavailable
-from qkvault.memory import cgroup_memory, meminfo, read_text, transparent_mode
+from qkvault.memory import cgroup_memory, huge_page_bytes, meminfo, read_text, require_available, transparent_mode
 from qkvault.units import approximate_size
 
 if TYPE_CHECKING:
@@ -85,13 +85,15 @@ def examine(
     except ConfigError as error:
         config = Config()
         yield Finding("settings", "not usable", "problem", str(error))
-    yield from _memory(config, root)
+    server = _server(config, address)
+    yield _serve(config)
+    yield from _memory(config, root, is_there=not server.value.startswith("none "))
     yield _shared_memory()
     yield from _huge_pages(root)
     yield _open_files(root)
     if config.disk_path is not None:
         yield _disk(config.disk_path, config.disk_bytes)
-    yield _server(config, address)
+    yield server
 
 
 def _versions() -> Iterator[Finding]:
@@ -121,8 +123,19 @@ def _version_of(distribution: str) -> str | None:
         return None
 
 
-def _memory(config: Config, root: Path) -> Iterator[Finding]:
-    """RAM, the limit of the container, and whether the pool fits."""
+def _serve(config: Config) -> Finding:
+    """Whether a server starts with these settings, places and memory apart."""
+    from qkvault.server.places import require_servable
+
+    try:
+        require_servable(config)
+    except ConfigError as error:
+        return Finding("qkvault serve", "would not start", "problem", str(error))
+    return Finding("qkvault serve", "can start with these settings")
+
+
+def _memory(config: Config, root: Path, *, is_there: bool) -> Iterator[Finding]:
+    """RAM, the limit of the container, and whether the pool fits, if none ``is_there`` yet."""
     memory = meminfo(root)
     total_bytes, available_bytes = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
     yield Finding("RAM", f"{approximate_size(total_bytes)}, {approximate_size(available_bytes)} available")
@@ -130,17 +143,16 @@ def _memory(config: Config, root: Path) -> Iterator[Finding]:
     told = "none"
     if group is not None:
         told = f"{approximate_size(group.limit_bytes)}, {approximate_size(group.available_bytes)} available"
-        available_bytes = min(available_bytes, group.available_bytes)
     yield Finding("memory limit (cgroup)", told)
-    if config.address is not None:
+    if config.address is not None and not config.autostart:
         return  # the pool is the server's
-    most_bytes = min(total_bytes, group.limit_bytes if group else total_bytes)
     verdict: Verdict = "ok"
     advice = ""
-    if config.ram_bytes > most_bytes:
-        verdict, advice = "problem", f"the pool cannot fit: set ram_bytes below {approximate_size(most_bytes)}"
-    elif config.ram_bytes > available_bytes:
-        verdict, advice = "note", "other programs hold so much memory that the pool may push them out, or be killed"
+    try:
+        if not (is_there or huge_page_bytes(config.ram_bytes, memory)):
+            require_available(config.ram_bytes, root)
+    except ConfigError as error:
+        verdict, advice = "problem", str(error)
     yield Finding("ram_bytes", approximate_size(config.ram_bytes), verdict, advice)
 
 
@@ -208,7 +220,7 @@ def _server(config: Config, address: str | None) -> Finding:
 
 def _disk(path: str, cap_bytes: int) -> Finding:
     at = Path(path)
-    while not at.exists() and at != at.parent:
+    while not os.path.exists(at):  # noqa: PTH110  # Path's raises for a folder that is closed to this user
         at = at.parent  # the tier makes the directory
     free_bytes = shutil.disk_usage(at).free
     value = f"{approximate_size(free_bytes)} free at {at}"

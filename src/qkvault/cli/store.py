@@ -5,6 +5,7 @@ They speak the store's own protocol, so that they work wherever an engine's woul
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from qkvault.wire.messages import Status
 
 Command = Callable[..., None]
+_ID: Final = re.compile("[0-9]{1,10}")
 AddressOption = Annotated[
     str | None,
     typer.Option("--address", metavar="ADDRESS", help="Where the store is; else the setting, else the default."),
@@ -164,9 +166,15 @@ def lookup(
 
     text = _text_of(tokens or [], source)
     token_ids = read_tokenizer(tokenizer, text) if tokenizer is not None else _ids_in(text)
+    if not token_ids:
+        msg = "there is nothing to look up: no token id was given, and no text that has any"
+        raise ConfigError(msg)
     identity = RequestIdentity(cache_salt=salt, adapter=adapter)
-    with reach(address, file, settings) as client:
-        found = cached_prefixes(client, token_ids, model_name=model, identity=identity)
+    try:
+        with reach(address, file, settings) as client:
+            found = cached_prefixes(client, token_ids, model_name=model, identity=identity)
+    except ValueError as error:  # too many, or a salt that is no text
+        raise ConfigError(str(error)) from error
     if as_json:
         print_json({"num_tokens": len(token_ids), "spaces": msgspec.to_builtins(found)})
         return
@@ -244,19 +252,21 @@ def _text_of(words: list[str], source: Path | None) -> str:
     if (source is not None) == bool(words):
         msg = "give token ids or text, `-` for stdin, or --from PATH: one of them"
         raise ConfigError(msg)
-    if source is not None:
-        try:
+    try:
+        if source is not None:
             return source.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            msg = f"cannot read {source}: {error}"
-            raise ConfigError(msg) from error
-    return sys.stdin.read() if words == ["-"] else " ".join(words)
+        if words != ["-"]:
+            return " ".join(words)
+        return "" if sys.stdin is None else sys.stdin.read()  # None: it is closed
+    except (OSError, ValueError) as error:
+        msg = f"cannot read {source or 'stdin'}: {error}"
+        raise ConfigError(msg) from error
 
 
 def _ids_in(text: str) -> list[int]:
     """Ids between blanks, commas or brackets."""
     words = text.translate(str.maketrans(",[]\n\t", "     ")).split()
-    if wrong := next((word for word in words if not (word.isascii() and word.isdecimal())), None):
-        msg = f"{wrong!r} is not a token id: for text, name the model's --tokenizer"
+    if wrong := next((word for word in words if not _ID.fullmatch(word) or int(word) >> 32), None):
+        msg = f"{wrong[:40]!r} is not a token id, a whole number below 2**32: for text, name the model's --tokenizer"
         raise ConfigError(msg)
     return [int(word) for word in words]

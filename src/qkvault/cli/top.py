@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 import typer
 
 from qkvault.cli.config import FileOption, SetOption
-from qkvault.cli.output import JsonOption, printable
+from qkvault.cli.output import JsonOption, drawing, printable
 from qkvault.cli.store import AddressOption, instance_rows, reach
 from qkvault.units import approximate_size
 
@@ -46,7 +46,7 @@ class Tick(NamedTuple):
 
 def top(
     *,
-    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=86400, metavar="SECONDS", help="Between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="One look at an interval, then end.")] = False,
     address: AddressOption = None,
     file: FileOption = None,
@@ -58,7 +58,7 @@ def top(
         ticks = _ticks(client, interval, once=once)
         if as_json:
             for tick in ticks:
-                typer.echo(json.dumps(_plain(tick)))
+                typer.echo(json.dumps(_plain(tick), allow_nan=False))
             return
         _show(ticks, once=once)
 
@@ -111,7 +111,7 @@ def _show(ticks: Iterator[Tick], *, once: bool) -> None:
             Console().print(_picture(tick))
         return
     try:
-        with Live(screen=True, auto_refresh=False) as live:
+        with drawing(Live(screen=True, auto_refresh=False)) as live:
             for tick in ticks:
                 live.update(_picture(tick), refresh=True)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Where a server answers, and whether it may: addresses, certificates and tokens out of the settings."""
+"""Where a server answers and whether it may, by its settings, and what of them no server starts with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,35 @@ from typing import Final, NoReturn
 from qkvault.address import TCP_SCHEME, UNIX_SCHEME, Address, parse_address
 from qkvault.config import Config
 from qkvault.connecting import address_of, listen_addresses
+from qkvault.embedded import require_events
 from qkvault.errors import ConfigError
+from qkvault.policies import POLICIES
+from qkvault.tokens import load_scheme
 
 _PROBE_SECONDS: Final = 0.2
+
+
+def require_servable(config: Config) -> None:
+    """Raise ConfigError for settings that no server starts with, as this user on this machine.
+
+    Reads the files that they name, and imports what they choose; makes nothing and asks nobody. Whether there is
+    memory and whether its places are free a server asks when it starts.
+    """
+    http = http_place(config)
+    # An engine's `address` may be another machine's: whether a server may listen there it says when it starts.
+    places = store_places(config) if config.listen else [parse_address(config.address)] if config.address else []
+    require_sound(config, [*places, *([] if http is None else [http])])
+    server_tls(config)
+    if config.hash_algorithm == "builtin":  # another package may be missing here: only engines hash
+        load_scheme(config.hash_algorithm, shared=True)
+    POLICIES.load(config.cache_policy)
+    if config.disk_path is not None:
+        from qkvault.tiers.disk_files import require_directory  # only when it is chosen
+
+        require_directory(config.disk_path)
+    require_events(config)
+    if http is not None:
+        _require_http()
 
 
 def store_places(config: Config) -> list[Address]:
@@ -91,6 +117,15 @@ def _require_safe(config: Config, place: Address, setting: str) -> None:
             "at 127.0.0.1 or at unix:///path, or set insecure if all of that network may use the cache"
         )
         raise ConfigError(msg)
+
+
+def _require_http() -> None:
+    try:
+        import starlette  # noqa: F401  # only whether it is there
+        import uvicorn  # noqa: F401  # likewise
+    except ImportError as error:
+        msg = f"http is set, and {error.name} is not installed: pip install 'qkvault[server]', or remove http"
+        raise ConfigError(msg) from error
 
 
 def _refuse_password() -> NoReturn:

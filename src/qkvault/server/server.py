@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from qkvault.client import StoreClient
 from qkvault.config import Loaded
 from qkvault.embedded import open_driver, publish
-from qkvault.errors import ConfigError
-from qkvault.server.places import http_place, require_free, require_sound, server_tls, store_places
-from qkvault.tokens import load_scheme
+from qkvault.server.places import http_place, require_free, require_servable, server_tls, store_places
 from qkvault.wire.inproc import InprocTransport
 from qkvault.wire.server import SocketServer
 
@@ -32,16 +30,10 @@ class Server:
         """
         self.loaded = loaded
         config = loaded.config
-        places, http = store_places(config), http_place(config)
-        all_places = [*places, *([] if http is None else [http])]
-        require_sound(config, all_places)
-        if config.hash_algorithm == "builtin":  # another package may be missing here: only engines hash
-            load_scheme(config.hash_algorithm, shared=True)
-        tls = server_tls(config)
-        for place in all_places:
+        require_servable(config)
+        places, http, tls = store_places(config), http_place(config), server_tls(config)
+        for place in [*places, *([] if http is None else [http])]:
             require_free(place)
-        if http is not None:
-            require_http()
         self.epoch = time.time_ns()
         self.started_seconds = time.time()
         self.is_closing = False
@@ -103,13 +95,3 @@ class Server:
         if self._http is not None:  # last: until then /healthz says that we are stopping
             self._http.close()
         return num_lost
-
-
-def require_http() -> None:
-    """Raise ConfigError unless what HTTP needs is installed."""
-    try:
-        import starlette  # noqa: F401  # only whether it is there
-        import uvicorn  # noqa: F401  # likewise
-    except ImportError as error:
-        msg = f"http is set, and {error.name} is not installed: pip install 'qkvault[server]', or remove http"
-        raise ConfigError(msg) from error

@@ -194,6 +194,15 @@ class Spares:
                     Path(path).unlink()
 
 
+def require_directory(root: str) -> None:
+    """Raise ConfigError unless ``root`` is a directory that this user can lock, or can be made one. Makes nothing."""
+    at = next(each for each in (Path(root), *Path(root).parents) if os.path.lexists(each))
+    can_lock = os.access(at, os.W_OK | os.X_OK) or os.access(f"{root}/{LOCK_NAME}", os.R_OK)  # a disk may be read-only
+    if not (at.is_dir() and can_lock):
+        msg = f"{root} cannot be the disk tier's directory: {at} is no directory that this user can write to"
+        raise ConfigError(msg)
+
+
 class DirectoryLock:
     """The right to write below a root. The system frees it when its process ends, however that ends.
 
