@@ -167,13 +167,13 @@ def life(settings: dict[str, object], log: TextIO | None = None) -> Iterator[Ask
         def ask_it(order: dict[str, object]) -> Answer:
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
-            return Answer(*json.loads(next_line(answers)))
+            return Answer(*json.loads(next_line(process, answers)))
 
         try:
-            next_line(answers)  # "ready"
+            next_line(process, answers)  # "ready"
             yield ask_it
             process.stdin.close()
-            next_line(answers, at_end=True)
+            next_line(process, answers, at_end=True)
         except BaseException:
             process.kill()
             raise
@@ -182,10 +182,10 @@ def life(settings: dict[str, object], log: TextIO | None = None) -> Iterator[Ask
         raise EngineDied(msg)
 
 
-def next_line(answers: TextIO, *, at_end: bool = False) -> str:
+def next_line(process: subprocess.Popen[str], answers: TextIO, *, at_end: bool = False) -> str:
     line = answers.readline()
     if not line and not at_end:
-        msg = "vLLM ended before it answered"
+        msg = f"vLLM ended with code {process.wait(60)} before it answered"  # a negative one is a signal
         raise EngineDied(msg)
     return line
 
