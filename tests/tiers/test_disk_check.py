@@ -46,6 +46,20 @@ def test_a_sound_directory_is_clean(stored, root):
     assert report.is_clean
 
 
+def test_what_is_being_written_is_no_problem(stored, root, make_disk):
+    """B551: while another uses the directory."""
+    disk = make_disk()
+    whole = path_of(root, stored[0])
+    leftover = whole.with_name(whole.stem + ".00ff-3.tmp")
+    leftover.write_bytes(b"half")
+    report = check_directory(root)
+    assert (report.in_use, report.temporary, report.problems, report.is_clean) == (True, 1, (), True)
+    disk.tier.close()
+    report = check_directory(root)
+    assert (report.in_use, report.temporary, report.is_clean) == (False, 1, False)
+    assert report.problems == ((str(leftover), "not finished"),)
+
+
 def test_every_wrong_file_is_told(stored, root):
     spoil(root, stored)
     before = sorted(root.rglob("*"))

@@ -31,13 +31,14 @@ class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
     foreign_bytes: int = 0
     removed: int = 0
     removed_bytes: int = 0
+    in_use: bool = False  # by another process: what is temporary is no problem, it may be being written
     without_parent: int = 0  # whole, but the chunk before is not: first chunks, and those whose parent left
     problems: tuple[tuple[str, str], ...] = ()  # path, what is wrong; the first MAX_PROBLEMS
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing is there that should not be, or it was removed."""
-        return self.corrupt + self.temporary == self.removed
+        return self.corrupt + (0 if self.in_use else self.temporary) == self.removed
 
 
 def check_directory(
@@ -57,7 +58,7 @@ def check_directory(
     if fix:
         lock.take()
     try:
-        check = _Check(fix=fix)
+        check = _Check(fix=fix, in_use=not fix and lock.is_anothers)
         entries = sorted(walk(root))
         for number, entry in enumerate(entries, 1):
             check.look_at(entry)
@@ -71,8 +72,8 @@ def check_directory(
 class _Check:
     """One pass over a directory. One thread."""
 
-    def __init__(self, *, fix: bool) -> None:
-        self._fix = fix
+    def __init__(self, *, fix: bool, in_use: bool) -> None:
+        self._fix, self._in_use = fix, in_use
         self._counts: dict[str, int] = {}
         self._problems: list[tuple[str, str]] = []
         self._parents: dict[bytes, bytes] = {}  # whole chunk -> the chunk before it
@@ -82,6 +83,9 @@ class _Check:
         """Count ``entry``, and remove it if it is wrong and to be fixed."""
         if entry.kind is FileKind.FOREIGN:
             self._count("foreign", entry.num_bytes)
+            return
+        if entry.kind is FileKind.TEMPORARY and self._in_use:
+            self._count("temporary", entry.num_bytes)
             return
         if entry.kind is FileKind.TEMPORARY:
             outcome, problem = "temporary", "not finished"
@@ -105,7 +109,9 @@ class _Check:
 
     def report(self) -> DiskReport:
         without_parent = sum(parent not in self._parents for parent in self._parents.values())
-        return DiskReport(**self._counts, without_parent=without_parent, problems=tuple(self._problems))
+        return DiskReport(
+            **self._counts, in_use=self._in_use, without_parent=without_parent, problems=tuple(self._problems)
+        )
 
     def _count(self, outcome: str, num_bytes: int) -> None:
         for name, by in ((outcome, 1), (f"{outcome}_bytes", num_bytes)):

@@ -17,7 +17,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -219,6 +219,18 @@ class DirectoryLock:
     def is_held(self) -> bool:
         """Whether we hold the lock that is in the directory now."""
         return self._descriptor >= 0 and self._is_there(self._descriptor)
+
+    @property
+    def is_anothers(self) -> bool:
+        """Whether another process holds it now. Leaves nothing behind."""
+        with suppress(OSError), ExitStack() as stack:  # no such file, or no locks here
+            descriptor = os.open(self._path, os.O_RDONLY | OPEN)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
 
     def take(self) -> bool:
         """Take it, unless it is held: also again, when the directory was removed and made anew.

@@ -111,6 +111,13 @@ class TestAdapters:
         retrain(one)
         assert len(roots(before, identity(lora_request=lora(one, number=3)))) == 2
 
+    def test_its_name_in_keys_is_logged_once(self, identity, adapter, caplog):
+        """B552: whoever asks from outside what is cached for it has to say that name."""
+        caplog.set_level("INFO", "qkvault.vllm")
+        one = adapter("one")
+        names = {identity(lora_request=lora(one))[0].adapter for _ in range(3)}
+        assert [record.getMessage() for record in caplog.records] == [f"adapter_named adapter={name}" for name in names]
+
     def test_files_replaced_while_the_engine_runs_the_old_ones(self, identity, adapter):
         """B450: which of the two it has cannot be told, so such requests are not cached, also when the old are back."""
         one = adapter("one")

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from qkvault.logs import get_logger
+
 if TYPE_CHECKING:
     from vllm.config import MultiModalConfig, VllmConfig
     from vllm.lora.request import LoRARequest
@@ -30,6 +32,7 @@ _NO_MATTER_OF_MEDIA: Final = frozenset(
 )  # fmt: skip
 
 _Stamp = tuple[str, int, int, int, int]
+_log = get_logger("vllm")
 
 
 def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
@@ -94,8 +97,12 @@ class Adapters:
         if known.digest is None:
             msg = f"the files of the adapter {adapter.lora_name!r} have changed since its first use: load it in place"
             raise OSError(msg)
-        self._digests.setdefault((adapter.lora_name, adapter.lora_path), set()).add(known.digest)
-        return f"{adapter.lora_name}:{known.digest}"
+        name = f"{adapter.lora_name}:{known.digest}"
+        digests = self._digests.setdefault((adapter.lora_name, adapter.lora_path), set())
+        if known.digest not in digests:
+            digests.add(known.digest)
+            _log.info("adapter_named", adapter=name)  # what a lookup from outside has to say
+        return name
 
     def have_changed(self, adapter: LoRARequest | None) -> bool:
         """Whether its name and path, which is all that vLLM's own prefix cache knows of it, have stood for others."""
