@@ -106,8 +106,9 @@ def address_of(config: Config) -> str:
     """
     if config.address is not None:
         return config.address
-    places = [place for place in listen_addresses(config) if place.is_unix or (place.is_local and place.port)]
-    return str(places[0]) if places else default_address()
+    places = [place for place in listen_addresses(config) if place.is_unix or place.port]
+    places.sort(key=lambda place: not place.is_local)
+    return str(places[0].as_asked_here) if places else default_address()
 
 
 def listen_addresses(config: Config) -> list[Address]:

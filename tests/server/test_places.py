@@ -9,7 +9,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from qkvault.cli.app import app
 from qkvault.config import load
 from qkvault.connecting import default_address
 from qkvault.errors import ConfigError, QKVaultError, Unavailable
@@ -164,6 +166,19 @@ class TestTls:
         assert save(client, "aabb") == 2
         other = connect(address, token="geheim", tls_ca_path=certificate[0])
         assert read(other, find(other, "aabb"), "aabb") == 64
+
+    def test_a_server_that_listens_everywhere_is_found_with_its_own_file(self, make_server, certificate, tmp_path):
+        """B555: by the health check of a container, through TLS and with the token."""
+        with socket.create_server(("127.0.0.1", 0)) as plain:
+            port = plain.getsockname()[1]
+        cert, key = certificate
+        place = f"tcp://0.0.0.0:{port}"
+        settings = {"listen": place, "tls_cert_path": cert, "tls_key_path": key, "tls_ca_path": cert, "token": "geheim"}
+        make_server(**settings)
+        file = tmp_path / "settings.yaml"
+        file.write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+        done = CliRunner().invoke(app, ["status", "--file", str(file)])
+        assert done.exit_code == 0, done.output
 
     @pytest.mark.parametrize("token", ["", "no", "geheim2"])
     def test_a_wrong_token_is_refused(self, server, connect, certificate, token):
