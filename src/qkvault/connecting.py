@@ -31,7 +31,7 @@ def open_client(config: Config, client: str, *, address: str | None = None) -> S
 
     ``client`` is a name for the server's logs. Blocks for ``config.timeout_seconds`` at most. Raises
     ConfigError for an address or certificate that cannot be used, or a token that would go to another machine in clear
-    text, Unavailable if no store answers or it refuses us,
+    text, Unavailable if no store answers, Unwelcome, which is one, if it refuses us,
     and ProtocolError if it speaks another protocol.
     """
     return StoreClient(open_transport(config, client, address=address))
