@@ -14,7 +14,6 @@ UNIX_SCHEME: Final = "unix://"
 TCP_SCHEME: Final = "tcp://"
 EXPECTED: Final = "expected unix:///absolute/path of at most 107 bytes, or tcp://host:port"
 _TCP: Final = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
-_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # asked there, not listened at
 _UNIX_PATH_BYTES: Final = 107  # of sockaddr_un, without its terminating zero
 
 
@@ -38,11 +37,6 @@ class Address(NamedTuple):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:  # a name: it may stand for anything
             return False
-
-    @property
-    def as_asked_here(self) -> Address:
-        """Where a client on this machine asks what listens at it: through loopback what listens everywhere."""
-        return self._replace(host=_LOOPBACK.get(self.host, self.host))
 
     def __str__(self) -> str:
         """As it was written."""

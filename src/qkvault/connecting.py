@@ -23,6 +23,7 @@ from qkvault.wire.remote import RemoteTransport
 from qkvault.wire.sockets import SocketTransport
 
 SERVER_NAME: Final = "server"
+_ASKED_AT: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # on this machine, what listens everywhere
 _log = get_logger("connecting")
 
 
@@ -108,7 +109,9 @@ def address_of(config: Config) -> str:
         return config.address
     places = [place for place in listen_addresses(config) if place.is_unix or place.port]
     places.sort(key=lambda place: not place.is_local)
-    return str(places[0].as_asked_here) if places else default_address()
+    if not places:
+        return default_address()
+    return str(places[0]._replace(host=_ASKED_AT.get(places[0].host, places[0].host)))
 
 
 def listen_addresses(config: Config) -> list[Address]:

@@ -319,8 +319,8 @@ class SocketTransport(Transport):
             raise ProtocolError(msg) from error
         self.epoch = head.epoch
         if isinstance(welcome, m.Failed) and welcome.code == "unauthorized":
-            wanted = "another token" if hello.token else "a token"
-            msg = f"the server at {self.address} wants {wanted}: set `token` to the server's"
+            another = "another" if hello.token else "a"
+            msg = f"the server at {self.address} wants {another} token: set `token` to the server's"
             raise Unwelcome(msg)
         if not isinstance(welcome, m.Welcome):
             msg = f"the store at {self.address} did not welcome us: {getattr(welcome, 'message', welcome)}"
