@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qkvault.cli.app import app
 from qkvault.config import load
-from qkvault.connecting import misfits, open_client
+from qkvault.connecting import address_of, default_address, misfits, open_client
 from qkvault.errors import ConfigError, Unavailable
 from qkvault.integrations.vllm.links import open_link
 from qkvault.server.server import Server
@@ -150,3 +150,19 @@ def test_an_engine_of_the_builder_is_told_too(serve, caplog):
     with serve(chunk_size=64), pytest.raises(AttributeError):  # there is no engine to be built of nothing
         engine(load(env={}, cli={"address": serve.address}).config)
     assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("listen", "asked"),
+    [
+        ("tcp://0.0.0.0:9", "tcp://127.0.0.1:9"),
+        ("tcp://[::]:9", "tcp://[::1]:9"),
+        ("tcp://192.0.2.1:9", "tcp://192.0.2.1:9"),
+        ("tcp://0.0.0.0:9,tcp://127.0.0.1:8", "tcp://127.0.0.1:8"),
+        ("tcp://0.0.0.0:9,unix:///s", "unix:///s"),
+        ("tcp://0.0.0.0:0", None),
+    ],
+)
+def test_who_has_the_servers_own_settings_finds_it(listen, asked):
+    """B555: also one that listens only beyond loopback; what is nearer comes first."""
+    assert address_of(load(env={}, cli={"listen": listen}).config) == (asked or default_address())

@@ -85,7 +85,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool, Meta(description="Start frozen: what is in RAM is served, nothing is stored or evicted.")
     ] = False
     prefault: Annotated[
-        bool, Meta(description="Touch all RAM at start, about half a second a GiB, so that no copy pays for it later.")
+        bool, Meta(description="Touch all RAM at start, about a second a GiB, so that no copy pays for it later.")
     ] = True
     disk_path: Annotated[
         str | None, Meta(description="Directory of the disk tier. Empty: no disk tier.", examples=["/mnt/nvme/qkvault"])

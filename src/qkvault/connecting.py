@@ -23,6 +23,7 @@ from qkvault.wire.remote import RemoteTransport
 from qkvault.wire.sockets import SocketTransport
 
 SERVER_NAME: Final = "server"
+_ASKED_AT: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # on this machine, what listens everywhere
 _log = get_logger("connecting")
 
 
@@ -31,7 +32,7 @@ def open_client(config: Config, client: str, *, address: str | None = None) -> S
 
     ``client`` is a name for the server's logs. Blocks for ``config.timeout_seconds`` at most. Raises
     ConfigError for an address or certificate that cannot be used, or a token that would go to another machine in clear
-    text, Unavailable if no store answers or it refuses us,
+    text, Unavailable if no store answers, Unwelcome, which is one, if it refuses us,
     and ProtocolError if it speaks another protocol.
     """
     return StoreClient(open_transport(config, client, address=address))
@@ -106,8 +107,11 @@ def address_of(config: Config) -> str:
     """
     if config.address is not None:
         return config.address
-    places = [place for place in listen_addresses(config) if place.is_unix or (place.is_local and place.port)]
-    return str(places[0]) if places else default_address()
+    places = [place for place in listen_addresses(config) if place.is_unix or place.port]
+    places.sort(key=lambda place: not place.is_local)
+    if not places:
+        return default_address()
+    return str(places[0]._replace(host=_ASKED_AT.get(places[0].host, places[0].host)))
 
 
 def listen_addresses(config: Config) -> list[Address]:

@@ -5,7 +5,8 @@ QKVaultError
 ├─ LayoutMismatch      a peer, a file or an engine has another layout
 ├─ ProtocolError       malformed message or another protocol version
 ├─ Unavailable         a server or tier cannot be reached; integrations treat it as a miss
-│   └─ DeadlineExceeded
+│   ├─ DeadlineExceeded
+│   └─ Unwelcome    something answers, and does not take this client as it is set
 ├─ Refused             a store takes no such order from this client; asking again changes nothing
 └─ InvariantError      a bug of ours
 
@@ -38,6 +39,10 @@ class Unavailable(QKVaultError):
 
 class DeadlineExceeded(Unavailable):
     """An answer did not come in time."""
+
+
+class Unwelcome(Unavailable):
+    """Something answers, and does not take this client as it is set. It says what to set."""
 
 
 class Refused(QKVaultError):

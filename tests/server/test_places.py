@@ -6,13 +6,17 @@ import os
 import socket
 import ssl
 from contextlib import closing, suppress
+from http.client import HTTPSConnection
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from qkvault.cli.app import app
 from qkvault.config import load
 from qkvault.connecting import default_address
-from qkvault.errors import ConfigError, QKVaultError, Unavailable
+from qkvault.errors import ConfigError, QKVaultError, Unavailable, Unwelcome
+from qkvault.logs import RateLimited, get_logger
 from qkvault.server.places import http_place, require_servable, require_sound, server_tls, store_places
 from qkvault.testing.transport_contract import WAIT_SECONDS, find, read, save, until
 
@@ -165,6 +169,19 @@ class TestTls:
         other = connect(address, token="geheim", tls_ca_path=certificate[0])
         assert read(other, find(other, "aabb"), "aabb") == 64
 
+    def test_a_server_that_listens_everywhere_is_found_with_its_own_file(self, make_server, certificate, tmp_path):
+        """B555: by the health check of a container, through TLS and with the token."""
+        with socket.create_server(("127.0.0.1", 0)) as plain:
+            port = plain.getsockname()[1]
+        cert, key = certificate
+        place = f"tcp://0.0.0.0:{port}"
+        settings = {"listen": place, "tls_cert_path": cert, "tls_key_path": key, "tls_ca_path": cert, "token": "geheim"}
+        make_server(**settings)
+        file = tmp_path / "settings.yaml"
+        file.write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+        done = CliRunner().invoke(app, ["status", "--file", str(file)])
+        assert done.exit_code == 0, done.output
+
     @pytest.mark.parametrize("token", ["", "no", "geheim2"])
     def test_a_wrong_token_is_refused(self, server, connect, certificate, token):
         """B209: before anything else is answered."""
@@ -172,9 +189,47 @@ class TestTls:
             connect(server.addresses[0], token=token, tls_ca_path=certificate[0])
 
     def test_a_client_without_tls_gets_nowhere(self, server, connect):
-        """B209: it is told that no store answers there, not kept waiting."""
-        with pytest.raises(Unavailable):
-            connect(server.addresses[0], token="geheim", timeout_seconds=2.0)
+        """B209, B556: it is told what to set, not kept waiting, nor to start a server; by the commands too."""
+        (address,) = server.addresses
+        with pytest.raises(Unwelcome, match=f"listens at {address} hung up.*if it wants TLS, set tls_ca_path"):
+            connect(address, token="geheim", timeout_seconds=2.0)
+        for command in ("status", "doctor"):
+            done = CliRunner().invoke(app, [command, "--address", address])
+            said = done.output + str(done.exception)
+            assert done.exit_code
+            assert "set tls_ca_path" in said
+            assert "start one" not in said
+
+    def test_a_client_with_tls_is_told_that_a_server_may_speak_none(self, make_server, connect, certificate):
+        """B556: not that none answers."""
+        (address,) = make_server(listen="tcp://127.0.0.1:0").addresses
+        with pytest.raises(Unwelcome, match=f"listens at {address} hung up.*if it speaks no TLS, unset tls_ca_path"):
+            connect(address, tls_ca_path=certificate[0])
+
+    def test_a_certificate_of_another_is_named_as_such(self, make_server, connect, certificate):
+        """B556: it names another address; the setting that is to have the right one is told."""
+        cert, key = certificate
+        (address,) = make_server(listen="tcp://127.0.0.2:0", tls_cert_path=cert, tls_key_path=key).addresses
+        with pytest.raises(Unwelcome, match=f"not the certificate of {address}.*set tls_ca_path"):
+            connect(address, tls_ca_path=cert)
+
+    @pytest.fixture
+    def logged(self, monkeypatch, caplog):
+        """Lines that tell of refused tokens, as if none had been refused before."""
+        for module in ("qkvault.wire.connection", "qkvault.server.app"):
+            monkeypatch.setattr(f"{module}._limited", RateLimited(get_logger(module.removeprefix("qkvault."))))
+        return lambda: [line for line in caplog.messages if "token_refused" in line]
+
+    def test_tokens_that_are_refused_are_logged(self, server, connect, certificate, where, logged):
+        """B557: by the store's door and by the pages', once a minute, and not what was given."""
+        tls = ssl.create_default_context(cafile=certificate[0])
+        for _ in range(2):
+            with pytest.raises(Unwelcome):
+                connect(server.addresses[0], token="falsch", tls_ca_path=certificate[0])
+            with closing(HTTPSConnection(*where, context=tls)) as asking:
+                asking.request("POST", "/clear", headers={"Authorization": "Bearer falsch"})
+                assert asking.getresponse().status == 401
+        assert [("127.0.0.1" in line, "falsch" in line) for line in logged()] == [(True, False)] * 2
 
     def test_a_server_that_cannot_prove_itself_gets_no_token(self, connect, certificate):
         """B209: a client with a certificate speaks to nobody else."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from qkvault.client import StoreClient
-from qkvault.errors import ProtocolError, Refused
+from qkvault.errors import ProtocolError, Refused, Unwelcome
 from qkvault.image import key_in
 from qkvault.testing import FakeClock
 from qkvault.testing.store_model import ROOT, keys_of
@@ -343,7 +343,8 @@ class TestTokens:
     @pytest.mark.parametrize("token", ["", "other", "sesam", "sesame ", "\u00e9"])
     def test_a_wrong_token_is_refused(self, server, token):
         """B253: whatever it is, nothing but the refusal is told."""
-        with pytest.raises(ProtocolError, match="asks for a token"):
+        wanted = "another token" if token else "a token"
+        with pytest.raises(Unwelcome, match=f"{server.address} wants {wanted}: set `token`"):
             RemoteTransport(server.address, "test", timeout_seconds=WAIT_SECONDS, token=token)
 
     def test_nothing_is_answered_before_a_hello(self, raw, is_cut_off, client):

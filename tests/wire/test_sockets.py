@@ -201,6 +201,12 @@ class TestConnecting:
         with pytest.raises(ProtocolError, match="speaks protocol 9"):
             SocketTransport(address, "test", timeout_seconds=20.0)
 
+    def test_who_answers_as_no_store_does_is_told_from_one(self, fake_server, address):
+        """B556: such as a web server, with the address, and nothing of frames alone."""
+        fake_server(lambda plain: plain.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), welcome="none")
+        with pytest.raises(ProtocolError, match=f"no QKVault store speaks at {address}"):
+            SocketTransport(address, "test", timeout_seconds=20.0)
+
     def test_a_welcome_without_a_pool_is_none(self, fake_server, address):
         fake_server(has_pool=False)
         with pytest.raises(ProtocolError, match="did not welcome"):

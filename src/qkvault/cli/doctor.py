@@ -19,7 +19,7 @@ import typer
 from qkvault.cli.config import FileOption, SetOption, split
 from qkvault.cli.output import JsonOption, print_json, print_table
 from qkvault.cli.store import AddressOption
-from qkvault.errors import ConfigError, QKVaultError, Unavailable
+from qkvault.errors import ConfigError, QKVaultError, Unavailable, Unwelcome
 from qkvault.memory import cgroup_memory, huge_page_bytes, meminfo, read_text, require_available, transparent_mode
 from qkvault.units import approximate_size
 
@@ -201,12 +201,12 @@ def _server(config: Config, address: str | None) -> Finding:
         where = address or address_of(config)
         with closing(open_transport(config, "qkvault-doctor", address=where)) as transport:
             welcome = transport.welcome
-    except Unavailable as error:
+    except QKVaultError as error:
+        if isinstance(error, Unwelcome) or not isinstance(error, Unavailable):
+            return Finding("server", "cannot be asked", "problem", str(error))
         if (address or config.address) is None or config.autostart:
             return Finding("server", f"none at {where}")
         return Finding("server", f"none at {where}", "problem", f"{error}; start one with `qkvault serve`")
-    except QKVaultError as error:
-        return Finding("server", "cannot be asked", "problem", str(error))
     value = (
         f"qkvault {welcome.server_version} at {where}, pool {approximate_size(welcome.pool_bytes)}, "
         f"chunks of {welcome.chunk_size} tokens, {welcome.hash_algorithm}"

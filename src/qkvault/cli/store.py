@@ -18,7 +18,7 @@ import typer
 
 from qkvault.cli.config import FileOption, SetOption, split
 from qkvault.cli.output import JsonOption, print_json, print_table
-from qkvault.errors import ConfigError, DeadlineExceeded, Unavailable
+from qkvault.errors import ConfigError, DeadlineExceeded, Unavailable, Unwelcome
 from qkvault.units import approximate_size
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ def reach(address: str | None, file: Path | None = None, settings: list[str] | N
         with closing(open_client(config, "qkvault-cli", address=address)) as client:
             yield client
     except DeadlineExceeded as error:
-        msg = f"{error}; it may be overloaded or stopped: try --set timeout_seconds=10"
+        msg = f"{error}; it may be overloaded or stopped, or no store: try --set timeout_seconds=10"
         raise DeadlineExceeded(msg) from error
+    except Unwelcome:
+        raise
     except Unavailable as error:
         msg = f"{error}; start one with `qkvault serve`, or say where it is with --address"
         raise Unavailable(msg) from error

@@ -26,7 +26,7 @@ import qkvault
 from qkvault.address import Address
 from qkvault.errors import ConfigError, QKVaultError, Unavailable
 from qkvault.keys import RequestIdentity
-from qkvault.logs import get_logger
+from qkvault.logs import RateLimited, get_logger
 from qkvault.metrics import MetricsExporter
 from qkvault.reports import cached_prefixes, read_tokenizer, status_report
 
@@ -40,6 +40,7 @@ _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _CLOSE: Final = {"connection": "close"}  # what still comes of the body is not read
 _HEADERS: Final = {401: {"www-authenticate": "Bearer"}, 408: _CLOSE, 413: _CLOSE}
 _log = get_logger("http")
+_limited = RateLimited(_log)
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -93,6 +94,7 @@ class Access(NamedTuple):
             raise _Refusal(403, why)
         given = request.headers.get("authorization", "")
         if not hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {self.token}".encode()):
+            _limited.warning("token_refused", peer=request.client.host if request.client else "")
             raise _Refusal(401, "send the header `Authorization: Bearer TOKEN` with the server's token")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from qkvault.errors import ProtocolError
+from qkvault.logs import RateLimited, get_logger
 from qkvault.wire import codec
 from qkvault.wire import messages as m
 from qkvault.wire.transport import Early, Handler
@@ -28,6 +29,7 @@ _ORDERS: Final = (m.Clear, m.Forget, m.Switch, m.Check)  # what changes the cach
 _NO_ORDERS: Final = "no token is set, so nobody may do that over TCP: set `token` at both ends, or use a Unix socket"
 _NOTHING: Final = memoryview(b"")
 _WOULD_BLOCK: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_limited = RateLimited(get_logger("wire"))
 
 
 class Door(NamedTuple):
@@ -255,6 +257,7 @@ class Connection:
             return m.Failed("unauthorized", "the first message has to be Hello")
         token = self._door.token
         if token and not hmac.compare_digest(request.token.encode(), token.encode()):
+            _limited.warning("token_refused", peer=self.socket.getpeername()[0])
             return m.Failed("unauthorized", "the server asks for a token, and this is not it")
         self.session_id = handler.open_session(request.client)
         reply = handler.call(self.session_id, request)

@@ -18,7 +18,7 @@ import time
 from typing import Final
 
 from qkvault.address import Address, parse_address
-from qkvault.errors import ConfigError, DeadlineExceeded, ProtocolError, Unavailable
+from qkvault.errors import ConfigError, DeadlineExceeded, ProtocolError, Unavailable, Unwelcome
 from qkvault.pool import AttachedPool
 from qkvault.wire import codec
 from qkvault.wire import messages as m
@@ -31,6 +31,7 @@ _BUFFER_BYTES: Final = 1 << 16  # replies that are longer get one of their own
 _SPIN_SECONDS: Final = 100e-6
 _EXIT_SECONDS: Final = 0.02  # a process that is killed ends that soon after its sockets
 _MIN_WAIT_SECONDS: Final = 1e-4  # the kernel takes 0 for ever
+_HUNG_UP: Final = (ssl.SSLError, ConnectionResetError, BrokenPipeError)
 
 
 class Stream:
@@ -225,7 +226,7 @@ class SocketTransport(Transport):
     ) -> None:
         """Connect and say hello, in ``timeout_seconds`` altogether; each call has as much.
 
-        Raises Unavailable, and ProtocolError if the store speaks another protocol.
+        Raises Unavailable, Unwelcome among it, and ProtocolError if what is there speaks another protocol.
         """
         self.address = address
         self._timeout_seconds = timeout_seconds
@@ -236,8 +237,9 @@ class SocketTransport(Transport):
         self._pool_of_store: AttachedPool | None = None  # if it is mapped here
         self._allowed_seconds = timeout_seconds  # for what is under way
         where = parse_address(address)
+        self._is_tls = None if where.is_unix else tls is not None
         try:
-            self._stream = Stream(where, timeout_seconds, None if where.is_unix else tls)
+            self._stream = Stream(where, timeout_seconds, tls if self._is_tls else None)
         except OSError as error:
             raise self._lost(error) from error
         try:
@@ -310,10 +312,18 @@ class SocketTransport(Transport):
         return self._pool_of_store
 
     def _say_hello(self, hello: m.Hello) -> m.Welcome:
-        head, welcome = self._exchange(hello)
+        try:
+            head, welcome = self._exchange(hello)
+        except ProtocolError as error:
+            msg = f"no QKVault store speaks at {self.address}: {error}"
+            raise ProtocolError(msg) from error
         self.epoch = head.epoch
+        if isinstance(welcome, m.Failed) and welcome.code == "unauthorized":
+            another = "another" if hello.token else "a"
+            msg = f"the server at {self.address} wants {another} token: set `token` to the server's"
+            raise Unwelcome(msg)
         if not isinstance(welcome, m.Welcome):
-            msg = f"the store at {self.address} did not welcome us: {welcome}"
+            msg = f"the store at {self.address} did not welcome us: {getattr(welcome, 'message', welcome)}"
             raise ProtocolError(msg)
         return welcome
 
@@ -353,6 +363,14 @@ class SocketTransport(Transport):
         if isinstance(error, TimeoutError):
             limit = f"{self._allowed_seconds:g} s (timeout_seconds)"
             return DeadlineExceeded(f"the store at {self.address} did not answer in {limit}")
+        if isinstance(error, ssl.SSLCertVerificationError):
+            advice = "set tls_ca_path to its certificate, and ask at an address that this names"
+            return Unwelcome(f"not the certificate of {self.address}: {error.verify_message}; {advice}")
+        if self._is_tls is not None and self.epoch is None and isinstance(error, _HUNG_UP):
+            advice = (
+                "speaks no TLS, unset tls_ca_path" if self._is_tls else "wants TLS, set tls_ca_path to its certificate"
+            )
+            return Unwelcome(f"what listens at {self.address} hung up before a welcome: {error}; if it {advice}")
         return Unavailable(f"no store answers at {self.address}: {error}")
 
 
