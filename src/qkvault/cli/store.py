@@ -154,7 +154,7 @@ def lookup(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Only this model; else all that the store knows.")] = None,
     salt: Annotated[str, typer.Option(help="The request's cache_salt.")] = "",
-    adapter: Annotated[str, typer.Option(help="The request's adapter, as its engine's log names it: adapter_named.")] = "",
+    adapter: Annotated[str, typer.Option(help="Its adapter, as the engine's log names it: adapter_named.")] = "",
     address: AddressOption = None,
     file: FileOption = None,
     settings: SetOption = None,
