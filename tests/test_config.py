@@ -423,6 +423,15 @@ def test_a_cap_for_a_disk_that_is_not_there_is_refused():
     assert load(env={"QKVAULT_DISK_BYTES": "1GB", "QKVAULT_DISK_PATH": "/data"}).config.disk_bytes == 10**9
 
 
+@pytest.mark.parametrize(("name", "value", "needed"), [("autostart", True, "address")])
+def test_a_setting_that_did_nothing_without_another_was_accepted(name, value, needed):
+    """B561: it is refused, and the other one is named."""
+    expected = f"{name} is set, and {needed} is not, without which it does nothing: set {needed}, or remove {name}"
+    assert refusal(cli={name: value}) == expected
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        Config(**{name: value})
+
+
 def test_queries_are_a_part_of_ram(write):
     """B315: `query_bytes` is no more than `ram_bytes`; empty is the default again, and 0 is none."""
     with pytest.raises(ConfigError, match="query_bytes=6442450944 is more than ram_bytes=5368709120"):
@@ -572,8 +581,8 @@ def test_examples_in_the_page_can_be_set():
     """Every example that the page shows is accepted."""
     for field in msgspec.structs.fields(Config):
         for example_value in field.type.__metadata__[0].examples or ():
-            extra = {"disk_path": "/data"} if field.name == "disk_bytes" else {}
-            load(env={}, cli={field.name: example_value, **extra})
+            extra = {"disk_path": "/data", "events_endpoint": "ipc:///e"}
+            load(env={}, cli={**extra, field.name: example_value})
 
 
 def test_the_import_is_light():

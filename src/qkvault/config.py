@@ -129,7 +129,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = None
     autostart: Annotated[
-        bool, Meta(description="Start a server at address, with these settings, if none answers there.")
+        bool,
+        Meta(
+            description="Engines start a server at address, with these settings, if none answers there. `qkvault.sdk` "
+            "and the commands start none."
+        ),
     ] = False
     timeout_seconds: Annotated[
         float,
@@ -240,6 +244,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.disk_path is None and self.disk_bytes != _FIELDS["disk_bytes"].default:
             msg = f"disk_bytes={self.disk_bytes} is set, and disk_path is not: there is no disk tier to cap"
             raise ConfigError(msg)
+        for name, needed in (("autostart", "address"),):
+            if getattr(self, name) and not getattr(self, needed):
+                msg = f"{name} is set, and {needed} is not, without which it does nothing: set {needed}, or remove {name}"
+                raise ConfigError(msg)
         if self.query_bytes is not None and self.query_bytes > self.ram_bytes:
             msg = f"query_bytes={self.query_bytes} is more than ram_bytes={self.ram_bytes}, of which it is a part"
             raise ConfigError(msg)
