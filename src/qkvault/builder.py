@@ -36,8 +36,9 @@ class CacheEngineBuilder:
     ) -> CacheEngine:
         """The engine called ``instance_id``, built at the first call, which starts a server if ``config.autostart``.
 
-        Blocks until that answers, a minute at most. Raises ValueError if it exists with another config, metadata or tensors (``destroy`` it first); if it cannot be
-        built, ConfigError, LayoutMismatch, or Unavailable when no server answers at ``config.address``.
+        Blocks until that answers, a minute at most. Raises ValueError if it exists with another config, metadata or
+        tensors (``destroy`` it first); if it cannot be built, ConfigError, LayoutMismatch, or Unavailable when no
+        server answers at ``config.address``.
         """
         config = msgspec.structs.replace(config, instance_id=instance_id)
         places = tuple(tensor.data_ptr() for tensor in tensors)
