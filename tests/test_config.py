@@ -179,7 +179,7 @@ def test_no_setting_looks_like_a_variable_of_kubernetes():
     assert len(env) == len(FIELDS)
     for name, text in env.items():
         try:
-            said = str(load(env={name: text}).sources)
+            said = str(load(env={"QKVAULT_EVENTS_ENDPOINT": "for its replays", name: text}).sources)
         except ConfigError as error:
             said = str(error)
         assert f"env {name}" in said
@@ -441,7 +441,10 @@ def test_a_cap_for_a_disk_that_is_not_there_is_refused():
     assert load(env={"QKVAULT_DISK_BYTES": "1GB", "QKVAULT_DISK_PATH": "/data"}).config.disk_bytes == 10**9
 
 
-@pytest.mark.parametrize(("name", "value", "needed"), [("autostart", True, "address")])
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [("autostart", True, "address"), ("events_replay_endpoint", "ipc:///replay", "events_endpoint")],
+)
 def test_a_setting_that_did_nothing_without_another_was_accepted(name, value, needed):
     """B561: it is refused, and the other one is named."""
     expected = f"{name} is set, and {needed} is not: it does nothing. Set {needed}, or remove {name}"

@@ -75,7 +75,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             description="Which chunk leaves first when room is needed: fifo, lfu, lru or mru, or `module.path:Class` "
-            "of a policy of your own.",
+            "of your own, derived from `qkvault.policies.Policy`.",
             examples=["lru", "my.policies:Oldest"],
         ),
     ] = "lru"
@@ -245,7 +245,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.disk_path is None and self.disk_bytes != _FIELDS["disk_bytes"].default:
             msg = f"disk_bytes={self.disk_bytes} is set, and disk_path is not: there is no disk tier to cap"
             raise ConfigError(msg)
-        for name, needed in (("autostart", "address"),):
+        for name, needed in (("autostart", "address"), ("events_replay_endpoint", "events_endpoint")):
             if getattr(self, name) and not getattr(self, needed):
                 msg = f"{name} is set, and {needed} is not: it does nothing. Set {needed}, or remove {name}"
                 raise ConfigError(msg)

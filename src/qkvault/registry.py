@@ -15,8 +15,9 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Names to classes, imported when first asked for. Outsiders are reached as ``module.path:Class``."""
 
-    def __init__(self, what: str, known: dict[str, str]) -> None:
-        """``what`` names the kind in errors; ``known`` maps a name to ``module.path:Class``."""
+    def __init__(self, what: str, base: type[object], known: dict[str, str]) -> None:
+        """``what`` names the kind in errors, ``known`` maps a name to ``module.path:Class``; all derive from ``base``."""
+        self._base = base
         self._what = what
         self._known = dict(known)
 
@@ -38,5 +39,9 @@ class Registry(Generic[T]):
             raise ConfigError(msg) from error
         if not isinstance(loaded, type) or inspect.isabstract(loaded):
             msg = f"{self._what} {name!r} is no class, or one that lacks methods"
+            raise ConfigError(msg)
+        is_derived = issubclass(loaded, self._base)
+        if not is_derived:
+            msg = f"{self._what} {name!r} is not derived from {self._base.__module__}.{self._base.__name__}"
             raise ConfigError(msg)
         return loaded
