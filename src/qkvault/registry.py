@@ -16,7 +16,7 @@ class Registry(Generic[T]):
     """Names to classes, imported when first asked for. Outsiders are reached as ``module.path:Class``."""
 
     def __init__(self, what: str, base: type[object], known: dict[str, str]) -> None:
-        """``what`` names the kind in errors, ``known`` maps a name to ``module.path:Class``; all derive from ``base``."""
+        """``what`` names the kind in errors, ``known`` maps a name to ``module.path:Class``; each is a ``base``."""
         self._base = base
         self._what = what
         self._known = dict(known)
