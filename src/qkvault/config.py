@@ -130,11 +130,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = None
     autostart: Annotated[
-        bool,
-        Meta(
-            description="Engines start a server at address, with these settings, if none answers there. `qkvault.sdk` "
-            "and the commands start none."
-        ),
+        bool, Meta(description="Engines, not the SDK, start a server at address with these settings if none answers.")
     ] = False
     timeout_seconds: Annotated[
         float,

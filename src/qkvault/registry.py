@@ -33,15 +33,11 @@ class Registry(Generic[T]):
             msg = f"unknown {self._what} {name!r}: {nearest(name, {each: each for each in self.names})}"
             raise ConfigError(msg)
         try:
-            loaded: object = getattr(importlib.import_module(module_name), class_name)
+            loaded: type[T] | None = getattr(importlib.import_module(module_name), class_name)
         except Exception as error:  # thread top: others wrote that module, and it may end in any way
             msg = f"{self._what} {name!r} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigError(msg) from error
-        if not isinstance(loaded, type) or inspect.isabstract(loaded):
-            msg = f"{self._what} {name!r} is no class, or one that lacks methods"
-            raise ConfigError(msg)
-        is_derived = issubclass(loaded, self._base)
-        if not is_derived:
-            msg = f"{self._what} {name!r} is not derived from {self._base.__module__}.{self._base.__name__}"
+        if not (isinstance(loaded, type) and issubclass(loaded, self._base)) or inspect.isabstract(loaded):
+            msg = f"{self._what} {name!r} is no class derived from {self._base.__name__}, or one that lacks methods"
             raise ConfigError(msg)
         return loaded

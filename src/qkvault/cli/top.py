@@ -54,10 +54,7 @@ def top(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a store: how full its media are, what happens per second, who is connected.
-
-    In a terminal until Ctrl-C; into a pipe or a file one picture a tick, with --json one line.
-    """
+    """Watch a store: how full its media are, what happens per second, who is connected. With --json a line a tick."""
     with reach(address, file, settings) as client:
         ticks = _ticks(client, interval, once=once)
         if as_json:

@@ -53,8 +53,8 @@ def connect(
 
     The model is the only one that the store has been told of, or is chosen by its name, and by ``fields`` of its
     KeySpace where a name is not enough. ``spaces`` tells the store of one that it does not know: one space a rank.
-    Raises ValueError for a kind or field that there is not, ConfigError if no single model fits, LayoutMismatch if its pages
-    cannot be seen into, and as ``open_client``.
+    Raises ValueError for a kind or field that there is not, ConfigError if no single model fits, LayoutMismatch if its
+    pages cannot be seen into, and as ``open_client``.
     """
     kind = CacheKind(kind)
     config = where if isinstance(where, Config) else load(cli={"address": where}).config

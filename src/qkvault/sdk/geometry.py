@@ -50,10 +50,9 @@ def choose(
     ranks has not been heard of; LayoutMismatch if its engine packs pages in a way we cannot see into.
     """
     names = {field: field for field in KeySpace.__struct_fields__}
-    for field in fields or {}:
-        if field not in names:
-            msg = f"fields: a KeySpace has no {field!r}: {nearest(field, names)}"
-            raise ValueError(msg)
+    for field in set(fields or {}) - set(names):
+        msg = f"fields: a KeySpace has no {field!r}: {nearest(field, names)}"
+        raise ValueError(msg)
     name = None if model is None else kind.base_model_name(model)
     found: dict[KeySpace, dict[int, SpaceDescription]] = {}  # by rank, of each model
     for each in known:
