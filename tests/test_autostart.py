@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from contextlib import closing, suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
 from qkvault import autostart
 from qkvault.address import parse_address
-from qkvault.config import Config
+from qkvault.config import Config, load
 from qkvault.connecting import open_client
 from qkvault.errors import ConfigError, Unavailable
 from qkvault.link import Link
@@ -215,7 +216,7 @@ def test_a_server_that_does_not_answer_in_time_is_killed(address, monkeypatch, s
     """B514: so that the next one finds the place free."""
     monkeypatch.setattr(autostart, "_START_SECONDS", 0.1)
     monkeypatch.setattr(autostart, "_MAIN", "import signal; signal.pause()")
-    with pytest.raises(ConfigError, match="did not start: it said nothing"):
+    with pytest.raises(ConfigError, match=r"did not start \(no answer in time\): it said nothing"):
         autostart.ensure_server(Config(address=address, autostart=True))
     until(lambda: all(each.status() == psutil.STATUS_ZOMBIE for each in servers_at(address)))
 
@@ -231,9 +232,24 @@ def test_a_server_that_cannot_start_says_why(address):
     """B270: at once, with its last words and where the rest of them is."""
     config = Config(address=address, autostart=True, ram_bytes=1 << 50)
     started = time.monotonic()
-    with pytest.raises(ConfigError, match=r"the pool needs .* \(all of it in .*s\.log\)"):
+    with pytest.raises(ConfigError, match=r"start \(exit code 2\): .*the pool needs .* \(all of it in .*s\.log\)"):
         autostart.ensure_server(config)
     assert time.monotonic() - started < 20
+
+
+def test_a_server_that_was_killed_before_it_spoke_was_given_the_words_of_an_earlier_one(address, monkeypatch):
+    """B564: what ended it is told, and that it said nothing."""
+    Path(f"{parse_address(address).path}.log").write_text("server_stopped pid=1\n")
+    monkeypatch.setattr(autostart, "_MAIN", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(ConfigError, match=r"did not start \(signal 9\): it said nothing"):
+        autostart.ensure_server(Config(address=address, autostart=True))
+
+
+def test_a_duration_that_is_very_short_kept_the_server_from_starting():
+    """What is handed on is read as what was set."""
+    config = load(env={}, cli={"drain_seconds": "50us", "lease_seconds": "90"}).config
+    handed = [each for each in autostart._settings(config) if each != "--set"]
+    assert load(env={}, cli=dict(each.split("=") for each in handed)).config == config
 
 
 def test_only_servers_of_this_machine_are_started():

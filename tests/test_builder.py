@@ -149,6 +149,16 @@ def test_an_address_leads_to_a_server(build, fake, tmp_path):
         store.close()
 
 
+def test_an_engine_that_may_start_a_server_raised_that_none_answers(build, fake, address, servers_at):
+    """B560: it starts one, with its settings, and so does nobody after it."""
+    config = msgspec.structs.replace(CONFIG, address=address, autostart=True, prefault=False, timeout_seconds=20.0)
+    engine = build(config=config)
+    build("b", config=config)
+    assert len(servers_at(address)) == 1
+    tokens = list(range(CHUNK))
+    assert engine.store(tokens, block_ids=fake.prefill(tokens)).stored_tokens == CHUNK
+
+
 def test_threads_that_build_at_once_get_one_engine(build):
     """B5: however many ask at the same time."""
     engines = []

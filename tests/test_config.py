@@ -179,7 +179,7 @@ def test_no_setting_looks_like_a_variable_of_kubernetes():
     assert len(env) == len(FIELDS)
     for name, text in env.items():
         try:
-            said = str(load(env={name: text}).sources)
+            said = str(load(env={"QKVAULT_EVENTS_ENDPOINT": "for its replays", name: text}).sources)
         except ConfigError as error:
             said = str(error)
         assert f"env {name}" in said
@@ -219,6 +219,9 @@ def test_a_missing_file_is_an_error(tmp_path):
         (b"chunk_size: {a: 1}", "expected int, got object"),
         (b"model_revision: 7", "expected str, got int; put it in quotes"),
         (b"model_revision: 2024-01-01", "put it in quotes"),
+        (b"listen: [unix:///a, tcp://b:1]", "expected str, got array; write one text, separated by commas"),
+        (b"q_layers: [0, 1]", "expected str, got array; write one text, separated by commas"),
+        (b"disk_path: 7", "put it in quotes"),
     ],
 )
 def test_a_file_that_cannot_be_understood_is_refused_in_one_line(write, content, message):
@@ -371,6 +374,21 @@ def test_an_empty_text_switches_an_optional_setting_off(name, text, write):
     assert loaded.sources[name] == f"env QKVAULT_{name.upper()}"
 
 
+@pytest.mark.parametrize("name", ["token", "http", "listen", "q_layers", "model_revision"])
+def test_a_text_that_was_left_blank_in_a_file_was_to_be_put_in_quotes(name, write):
+    """It is empty, as the page says of the setting; so is null of vLLM's JSON."""
+    loaded = load(write(f"{name}:\n"), env={})
+    assert getattr(loaded.config, name) == ""
+    assert loaded.sources[name].startswith("file ")
+    assert getattr(load(env={}, vllm={f"qkvault.{name}": None}).config, name) == ""
+
+
+@pytest.mark.parametrize("text", ["instance_id:", "http: [a]", "http: {a: b}", "disk_path: [a]"])
+def test_what_quotes_do_not_mend_was_to_be_put_in_quotes(text, write):
+    """What is expected, and what is there, is all that is said."""
+    assert re.fullmatch(r"[^;]* expected str( \| null)?, got (null|array|object)", refusal(path=write(text)))
+
+
 def test_a_disk_path_is_made_absolute(monkeypatch, tmp_path):
     """The home directory is filled in, and a relative path no longer depends on the working directory."""
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -421,6 +439,18 @@ def test_a_cap_for_a_disk_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="there is no disk tier to cap"):
         Config(disk_bytes=GIB)
     assert load(env={"QKVAULT_DISK_BYTES": "1GB", "QKVAULT_DISK_PATH": "/data"}).config.disk_bytes == 10**9
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [("autostart", True, "address"), ("events_replay_endpoint", "ipc:///replay", "events_endpoint")],
+)
+def test_a_setting_that_did_nothing_without_another_was_accepted(name, value, needed):
+    """B561: it is refused, and the other one is named."""
+    expected = f"{name} is set, and {needed} is not: it does nothing. Set {needed}, or remove {name}"
+    assert refusal(cli={name: value}) == expected
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        Config(**{name: value})
 
 
 def test_queries_are_a_part_of_ram(write):
@@ -572,8 +602,8 @@ def test_examples_in_the_page_can_be_set():
     """Every example that the page shows is accepted."""
     for field in msgspec.structs.fields(Config):
         for example_value in field.type.__metadata__[0].examples or ():
-            extra = {"disk_path": "/data"} if field.name == "disk_bytes" else {}
-            load(env={}, cli={field.name: example_value, **extra})
+            extra = {"disk_path": "/data", "events_endpoint": "ipc:///e"}
+            load(env={}, cli={**extra, field.name: example_value})
 
 
 def test_the_import_is_light():

@@ -129,7 +129,7 @@ def _answers(config: Config) -> bool:
 def _start(config: Config, path: str, is_over: Callable[[], bool], deadline: float) -> None:
     # ``deadline`` is on the monotonic clock.
     for started in _started.copy():  # those that have ended stay in the system's table until somebody has asked
-        _has_ended(started)
+        _end_of(started)
     log_path = Path(f"{path}.log")
     command = [sys.executable, "-c", _MAIN, "serve", "--listen", str(config.address), *_settings(config)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QKVAULT_")}
@@ -140,6 +140,7 @@ def _start(config: Config, path: str, is_over: Callable[[], bool], deadline: flo
             log_path.replace(f"{log_path}.old")
     with log_path.open("ab") as log:
         os.fchmod(log.fileno(), 0o600)
+        start_bytes = log.tell()  # before it earlier servers speak
         # In a session of its own: signals to the engine are not the server's. Not a Popen: it outlives us.
         pid = os.posix_spawn(
             sys.executable,
@@ -155,34 +156,39 @@ def _start(config: Config, path: str, is_over: Callable[[], bool], deadline: flo
     _started.add(pid)
     _log.info("server_started", address=config.address, pid=pid, log=str(log_path))
     while not _answers(config) and not is_over():
-        has_ended = _has_ended(pid)
-        if has_ended or time.monotonic() > deadline:
-            if not has_ended:  # else the number may be another process's by now
+        end = _end_of(pid)
+        if end or time.monotonic() > deadline:
+            if not end:  # else the number may be another process's by now
                 os.kill(pid, signal.SIGKILL)
-            msg = f"autostart: the server did not start: {_last_line(log_path)} (all of it in {log_path})"
+            said = f"({end or 'no answer in time'}): {_last_line(log_path, start_bytes)} (all of it in {log_path})"
+            msg = f"autostart: the server did not start {said}"
             raise ConfigError(msg)
         time.sleep(_PAUSE_SECONDS)
 
 
-def _has_ended(started: int) -> bool:
-    # A process of ours; once it is known, it is forgotten.
+def _end_of(started: int) -> str:
+    # How a process of ours has ended, or nothing; once it is known, it is forgotten.
     try:
-        has_ended = os.waitpid(started, os.WNOHANG)[0] != 0
+        number, status = os.waitpid(started, os.WNOHANG)
     except ChildProcessError:  # somebody else has asked
-        has_ended = True
-    if has_ended:
         _started.discard(started)
-    return has_ended
+        return "it ended"
+    if number == 0:
+        return ""
+    _started.discard(started)
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
 def _settings(config: Config) -> Iterator[str]:
     defaults = Config()
     for name, value in msgspec.structs.asdict(config).items():
         if value != getattr(defaults, name) and name not in _NOT_THE_SERVERS:
+            is_small = isinstance(value, float) and "e" in str(value)  # 5e-05 is no duration
             yield "--set"
-            yield f"{name}={value}"
+            yield f"{name}={value:.30f}" if is_small else f"{name}={value}"
 
 
-def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+def _last_line(path: Path, start_bytes: int) -> str:
+    lines = path.read_bytes()[start_bytes:].decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing"

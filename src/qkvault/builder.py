@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
 
-from qkvault import embedded
+from qkvault import autostart, embedded
 from qkvault.connecting import engine_sessions
 from qkvault.engine import CacheEngine, EngineMetadata
 
@@ -34,10 +34,11 @@ class CacheEngineBuilder:
     def get_or_create(
         cls, instance_id: str, config: Config, metadata: EngineMetadata, tensors: Sequence[torch.Tensor]
     ) -> CacheEngine:
-        """The engine called ``instance_id``, built at the first call.
+        """The engine called ``instance_id``, built at the first call, which starts a server if ``config.autostart``.
 
-        Raises ValueError if it exists with another config, metadata or tensors (``destroy`` it first); if it cannot be
-        built, ConfigError, LayoutMismatch, or Unavailable when no server answers at ``config.address``.
+        Blocks until that answers, a minute at most. Raises ValueError if it exists with another config, metadata or
+        tensors (``destroy`` it first); if it cannot be built, ConfigError, LayoutMismatch, or Unavailable when no
+        server answers at ``config.address``.
         """
         config = msgspec.structs.replace(config, instance_id=instance_id)
         places = tuple(tensor.data_ptr() for tensor in tensors)
@@ -62,6 +63,8 @@ class CacheEngineBuilder:
 
 
 def _build(config: Config, metadata: EngineMetadata, tensors: Sequence[torch.Tensor]) -> _Built:
+    if config.autostart:
+        autostart.ensure_server(config)
     store = embedded.acquire(config) if config.address is None else None
     client, instance_id = None, config.instance_id
     try:

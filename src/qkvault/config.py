@@ -25,6 +25,7 @@ from qkvault.types import GRAIN_TOKENS, MAX_CHUNK_TOKENS
 from qkvault.units import GIB, parse_bool, parse_duration, parse_int, parse_numbers, parse_size
 
 DEFAULT: Final = "default"
+_LISTS: Final = frozenset({"listen", "q_layers"})  # of which one text has several, separated by commas
 SECRETS: Final = frozenset({"token"})  # settings that are not shown
 _MOST_BYTES: Final = 1 << 62  # what is computed of it has room in a message
 _MOST: Final = 1 << 31
@@ -74,7 +75,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             description="Which chunk leaves first when room is needed: fifo, lfu, lru or mru, or `module.path:Class` "
-            "of a policy of your own.",
+            "of your own, derived from `qkvault.policies.Policy`.",
             examples=["lru", "my.policies:Oldest"],
         ),
     ] = "lru"
@@ -129,7 +130,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = None
     autostart: Annotated[
-        bool, Meta(description="Start a server at address, with these settings, if none answers there.")
+        bool, Meta(description="Engines, not the SDK, start a server at address with these settings if none answers.")
     ] = False
     timeout_seconds: Annotated[
         float,
@@ -240,6 +241,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.disk_path is None and self.disk_bytes != _FIELDS["disk_bytes"].default:
             msg = f"disk_bytes={self.disk_bytes} is set, and disk_path is not: there is no disk tier to cap"
             raise ConfigError(msg)
+        for name, needed in (("autostart", "address"), ("events_replay_endpoint", "events_endpoint")):
+            if getattr(self, name) and not getattr(self, needed):
+                msg = f"{name} is set, and {needed} is not: it does nothing. Set {needed}, or remove {name}"
+                raise ConfigError(msg)
         if self.query_bytes is not None and self.query_bytes > self.ram_bytes:
             msg = f"query_bytes={self.query_bytes} is more than ram_bytes={self.ram_bytes}, of which it is a part"
             raise ConfigError(msg)
@@ -312,6 +317,8 @@ def _coerce(name: str, raw: object) -> object:
     elif isinstance(raw, str):
         is_nothing = not raw.strip() and NoneType in get_args(base)
         value = None if is_nothing else _read_text(name, base, raw)
+    elif raw is None and _FIELDS[name].default == "":  # a name with nothing behind it, in YAML
+        value = ""
     if name == "disk_path" and isinstance(value, str) and "://" not in value:
         value = str(Path(value).expanduser().absolute())
     if expected := _problem(name, value):
@@ -342,9 +349,8 @@ def _problem(name: str, value: object) -> str:
         choices = [choice for choice in get_args(get_args(annotated)[0]) if isinstance(choice, str)]
         if choices:
             return f"expected one of {', '.join(choices)}"
-        hint = "; a bare number is bytes, '5GiB' is not" if name.endswith("_bytes") else ""
-        hint = "; put it in quotes" if not isinstance(value, str) and str(error).startswith("Expected `str") else hint
-        return str(error).replace("`", "").replace("Expected", "expected") + hint
+        told = str(error).replace("`", "").replace("Expected", "expected")
+        return told + _hint(name, value, is_text=told.startswith("expected str"))
     text = value if isinstance(value, str) else ""
     if _NO_TEXT.search(text):
         return "expected text, without zero bytes"
@@ -360,6 +366,14 @@ def _problem(name: str, value: object) -> str:
         except ValueError as error:
             return str(error)
     return ""
+
+
+def _hint(name: str, value: object, *, is_text: bool) -> str:
+    if name.endswith("_bytes"):
+        return "; a bare number is bytes, '5GiB' is not"
+    if name in _LISTS and isinstance(value, list):
+        return "; write one text, separated by commas"
+    return "; put it in quotes" if is_text and not isinstance(value, (str, list, dict, NoneType)) else ""
 
 
 def _is_address(text: str) -> bool:

@@ -15,8 +15,9 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Names to classes, imported when first asked for. Outsiders are reached as ``module.path:Class``."""
 
-    def __init__(self, what: str, known: dict[str, str]) -> None:
-        """``what`` names the kind in errors; ``known`` maps a name to ``module.path:Class``."""
+    def __init__(self, what: str, base: type[object], known: dict[str, str]) -> None:
+        """``what`` names the kind in errors, ``known`` maps a name to ``module.path:Class``; each is a ``base``."""
+        self._base = base
         self._what = what
         self._known = dict(known)
 
@@ -32,11 +33,11 @@ class Registry(Generic[T]):
             msg = f"unknown {self._what} {name!r}: {nearest(name, {each: each for each in self.names})}"
             raise ConfigError(msg)
         try:
-            loaded: object = getattr(importlib.import_module(module_name), class_name)
+            loaded: type[T] | None = getattr(importlib.import_module(module_name), class_name)
         except Exception as error:  # thread top: others wrote that module, and it may end in any way
             msg = f"{self._what} {name!r} cannot be imported: {type(error).__name__}: {error}"
             raise ConfigError(msg) from error
-        if not isinstance(loaded, type) or inspect.isabstract(loaded):
-            msg = f"{self._what} {name!r} is no class, or one that lacks methods"
+        if not (isinstance(loaded, type) and issubclass(loaded, self._base)) or inspect.isabstract(loaded):
+            msg = f"{self._what} {name!r} is no class derived from {self._base.__name__}, or one that lacks methods"
             raise ConfigError(msg)
         return loaded

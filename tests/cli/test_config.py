@@ -107,6 +107,7 @@ def test_validate_refuses_a_bad_file(file, text, message):
         ("tls_cert_path: /x", "tls_key_path is not"),
         ("listen: tcp://127.0.0.1:0\ntls_cert_path: /x\ntls_key_path: /x", "No such file"),
         ("cache_policy: no.such:Thing", "cannot be imported: ModuleNotFoundError"),
+        ("cache_policy: collections:OrderedDict", "is no class derived from Policy"),
         ("events_endpoint: tcp://0.0.0.0:5557", "events tell the tokens"),
         ("events_endpoint: nonsense", "expected tcp://host:port or ipc:///path"),
         ("disk_path: {file}", "no directory that this user can write to"),

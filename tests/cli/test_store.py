@@ -255,6 +255,23 @@ class TestTop:
         assert read().rindex("\x1b[?25h") > read().rindex("\x1b[?25l")
         assert "Traceback" not in read()
 
+    def test_where_there_is_no_terminal_nothing_was_written(self, engine, folder):
+        """B563: a picture a tick comes, as lines without escapes; Ctrl-C ends it with exit code 0."""
+        out = folder / "out"
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has its background jobs ignore it
+        with out.open("wb") as file:
+            process = subprocess.Popen([sys.executable, "-m", "qkvault", "top", "--interval", "0.1"], stdout=file)
+        signal.signal(signal.SIGINT, before)
+        try:
+            until(lambda: out.read_text().count("hit rate") > 1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+        assert "2 chunks" in out.read_text()
+        assert "\x1b" not in out.read_text()
+
     def test_json_is_one_object_a_tick(self, engine):
         """B224: for programs."""
         (line,) = run("top", "--once", "--json", "--interval", "0.1").splitlines()

@@ -76,11 +76,12 @@ def test_an_unknown_name_is_refused_with_the_right_ones():
         ("no.such:Thing", "cannot be imported: ModuleNotFoundError"),
         (":Thing", "cannot be imported: ValueError"),
         ("json:loads", "is no class"),
+        ("collections:OrderedDict", "is no class derived from Policy"),
         ("qkvault.policies.base:Policy", "lacks methods"),
     ],
 )
 def test_a_policy_of_ones_own_that_is_no_use_is_refused(monkeypatch, tmp_path, path, why):
-    """B541: as a wrong setting, whatever the module does when it is imported."""
+    """B541, B562: as a wrong setting, whatever the module does when it is imported."""
     (tmp_path / "broken_policy.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=why):

@@ -267,6 +267,9 @@ class TestStoring:
         ):
             with pytest.raises(ValueError, match=r"wanted, got|the tensors go to token"):
                 context.store(wrong, TOKENS)
+        for shape in ((2, 2, 64, 15), (2, 2, 64, 0), (16,), ()):
+            with pytest.raises(ValueError, match=r"\[parts, layers, tokens, 16\] wanted, got \["):
+                context.store(torch.zeros(shape), TOKENS)
         with pytest.raises(ValueError, match=r"layers \[2\] are wanted, there are \[0, 1\]"):
             context.retrieve(TOKENS, layers=[2])
         with pytest.raises(ValueError, match="alike"):
@@ -344,6 +347,11 @@ class TestChoice:
         open_context(here, spaces=make_spaces(model="b", dtype="bfloat16"), model="b", fields={"dtype": "bfloat16"})
         with pytest.raises(ConfigError, match="2 models fit kv of b"):
             connect(here, model="b")
+
+    def test_a_field_that_was_misspelt_was_told_as_an_engine_that_had_not_connected(self, here, make_spaces):
+        """B298: it is told with the one that was meant."""
+        with pytest.raises(ValueError, match="a KeySpace has no 'dtyp': did you mean 'dtype'"):
+            connect(here, spaces=make_spaces(), fields={"dtyp": "float32"})
 
     def test_a_rank_that_is_not_known_is_an_error(self, here, make_spaces):
         """B298."""

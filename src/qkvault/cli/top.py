@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from qkvault.cli.config import FileOption, SetOption
-from qkvault.cli.output import JsonOption, drawing, printable
+from qkvault.cli.output import PIPE_COLUMNS, JsonOption, drawing, printable
 from qkvault.cli.store import AddressOption, instance_rows, reach
 from qkvault.units import approximate_size
 
@@ -106,11 +107,13 @@ def _show(ticks: Iterator[Tick], *, once: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    if once:
-        for tick in ticks:
-            Console().print(_picture(tick))
-        return
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed
     try:
+        if once or not is_terminal:
+            console = Console(width=None if is_terminal else PIPE_COLUMNS)
+            for tick in ticks:
+                console.print(_picture(tick))
+            return
         with drawing(Live(screen=True, auto_refresh=False)) as live:
             for tick in ticks:
                 live.update(_picture(tick), refresh=True)

@@ -9,6 +9,7 @@ from qkvault.registry import Registry
 
 POLICIES: Final[Registry[Policy]] = Registry(
     "eviction policy",
+    Policy,
     {
         "lru": "qkvault.policies.lru:LruPolicy",
         "fifo": "qkvault.policies.lru:FifoPolicy",

@@ -53,8 +53,8 @@ def connect(
 
     The model is the only one that the store has been told of, or is chosen by its name, and by ``fields`` of its
     KeySpace where a name is not enough. ``spaces`` tells the store of one that it does not know: one space a rank.
-    Raises ValueError for a kind that there is not, ConfigError if no single model fits, LayoutMismatch if its pages
-    cannot be seen into, and as ``open_client``.
+    Raises ValueError for a kind or field that there is not, ConfigError if no single model fits, LayoutMismatch if its
+    pages cannot be seen into, and as ``open_client``.
     """
     kind = CacheKind(kind)
     config = where if isinstance(where, Config) else load(cli={"address": where}).config
@@ -227,6 +227,10 @@ class Context:
         """``tensors`` in the form that ``retrieve`` gives. Raises ValueError unless they are this model's."""
         layout = self.geometry.layout
         if isinstance(tensors, torch.Tensor):
+            width = self.geometry.num_heads * layout.head_size
+            if tensors.ndim != 4 or tensors.shape[-1] != width:  # noqa: PLR2004  # as ``CacheTensors.flat`` gives it
+                msg = f"[parts, layers, tokens, {width}] wanted, got {list(tensors.shape)}"
+                raise ValueError(msg)
             tensors = tensors.unflatten(-1, (self.geometry.num_heads, layout.head_size)).unbind(0)
         layers = self.geometry.layers
         given = (

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from qkvault.config_names import nearest
 from qkvault.errors import ConfigError
 from qkvault.keys import KeySpace
 from qkvault.layout import ChunkLayout
@@ -45,9 +46,13 @@ def choose(
 ) -> Geometry:
     """The one model of ``known`` (the latest first) with that kind of tensor, ``model`` name and space ``fields``.
 
-    Raises ConfigError if there is none, or several, or one of its ranks has not been heard of; LayoutMismatch if its
-    engine packs pages in a way we cannot see into.
+    Raises ValueError for a field that a space has not; ConfigError if there is no such model, or several, or one of its
+    ranks has not been heard of; LayoutMismatch if its engine packs pages in a way we cannot see into.
     """
+    names = {field: field for field in KeySpace.__struct_fields__}
+    for field in set(fields or {}) - set(names):
+        msg = f"fields: a KeySpace has no {field!r}: {nearest(field, names)}"
+        raise ValueError(msg)
     name = None if model is None else kind.base_model_name(model)
     found: dict[KeySpace, dict[int, SpaceDescription]] = {}  # by rank, of each model
     for each in known:

@@ -7,6 +7,6 @@ from typing import Final
 from qkvault.registry import Registry
 from qkvault.tiers.base import Tier
 
-TIERS: Final[Registry[Tier]] = Registry("tier", {"disk": "qkvault.tiers.disk:DiskTier"})
+TIERS: Final[Registry[Tier]] = Registry("tier", Tier, {"disk": "qkvault.tiers.disk:DiskTier"})
 
 __all__ = ["TIERS", "Tier"]
