@@ -62,7 +62,6 @@ class Reviver:
     """Starts a server that has gone again. For one thread, which may wait; after a failure it rests for longer."""
 
     def __init__(self, config: Config) -> None:
-        """``config`` as for ``ensure_server``."""
         self._config = config
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._next_start = 0.0  # on the monotonic clock

@@ -28,7 +28,6 @@ class DropLog:
     """What is new of the counters. Owned by the model's thread."""
 
     def __init__(self, counters: CaptureCounters, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` gives seconds that only rise."""
         self._counters = counters
         self._clock = clock
         self._told: Counter[Reason] = Counter()

@@ -12,7 +12,6 @@ class LfuPolicy(Policy):
     """The fewest uses leave first; among equals whoever came to that count, or was extended, first."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._count: dict[bytes, int] = {}
         self._buckets: dict[int, OrderedDict[bytes, None]] = {}
 

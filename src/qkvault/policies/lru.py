@@ -14,7 +14,6 @@ class FifoPolicy(Policy):
     """First in, first out: a use changes nothing."""
 
     def __init__(self) -> None:
-        """Start empty."""
         # A plain dictionary keeps the order at a third of an OrderedDict's memory. What leaves it leaves a hole that
         # ``victims`` steps over: it is made anew when there are more holes than keys.
         self._order: dict[bytes, None] = {}

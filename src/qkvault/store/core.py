@@ -38,9 +38,15 @@ class Core(Leaving):
     """State of a store, and what can happen to one entry or lease."""
 
     def __init__(
-        self, pool: Pool, residents: Residents, books: Sequence[TierBook], *, lease_seconds: float, hot_cache: bool
+        self,
+        pool: Pool,
+        residents: Residents,
+        books: Sequence[TierBook] = (),
+        *,
+        lease_seconds: float = 60.0,
+        hot_cache: bool = True,
     ) -> None:
-        """Everything starts empty."""
+        """``books`` describe the tiers, nearest first. Without ``hot_cache`` RAM is only a way through."""
         super().__init__(pool, residents, books, hot_cache=hot_cache)
         self.leases = LeaseTable(lease_seconds)
         self.is_frozen = False

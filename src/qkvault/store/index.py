@@ -35,7 +35,6 @@ class Entry:
     __slots__ = ("_children", "doom", "key", "packed", "parent", "pins", "shape", "state", "tiers")
 
     def __init__(self, key: bytes) -> None:
-        """A placeholder: nowhere, without a parent or tokens."""
         self.key = key
         self.parent: Entry | None = None
         self._children: Entry | list[Entry] | None = None  # sorted by sketch

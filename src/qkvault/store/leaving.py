@@ -30,7 +30,6 @@ class Leaving:
     """What a store holds, and how it goes."""
 
     def __init__(self, pool: Pool, residents: Residents, books: Sequence[TierBook], *, hot_cache: bool) -> None:
-        """Nothing is here yet."""
         self.index = Index()
         self.room = Room(pool, residents, self.index)
         self.room.on_evicted(self._slot_lost)

@@ -17,14 +17,12 @@ from collections.abc import Container, Sequence
 
 from qkvault.events import StoreEvent
 from qkvault.image import PREFIX_BYTES, key_in, sketch_bytes_for
-from qkvault.pool import Pool
 from qkvault.store.book import TierBook
 from qkvault.store.check import check_store
 from qkvault.store.core import Core, not_ready
 from qkvault.store.feed import PAGE
 from qkvault.store.index import NOWHERE, Packed
 from qkvault.store.leases import Lease
-from qkvault.store.residents import Residents
 from qkvault.store.tier_jobs import CORRUPT
 from qkvault.tiers.base import Found, JobKind, JobResult, TierJob
 from qkvault.types import (
@@ -42,18 +40,6 @@ from qkvault.wire.messages import Located, Reserved
 
 class StorageManager(Core):
     """The store: an index, a pool with an eviction order, leases, and tiers below."""
-
-    def __init__(
-        self,
-        pool: Pool,
-        residents: Residents,
-        books: Sequence[TierBook] = (),
-        *,
-        lease_seconds: float = 60.0,
-        hot_cache: bool = True,
-    ) -> None:
-        """``books`` describe the tiers, nearest first. Without ``hot_cache`` RAM is only a way through."""
-        super().__init__(pool, residents, books, lease_seconds=lease_seconds, hot_cache=hot_cache)
 
     def lookup(
         self,

@@ -77,7 +77,6 @@ class Reporter:
     """What one side has counted, difference by difference. For one thread."""
 
     def __init__(self, stats: StatsMonitor, *, rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` gives seconds that only rise."""
         self.status: Callable[[], Status] | None = None  # asked once a second at most, by a call that reports
         self.queries: Callable[[], Mapping[str, Values]] | None = None  # what is captured, by the metrics' sources
         self._stats = stats

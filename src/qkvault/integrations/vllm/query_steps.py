@@ -28,7 +28,6 @@ class QuerySteps:
     """What is told of each request, from its first step to its last. Owned by the scheduler's thread."""
 
     def __init__(self, config: Config, *, block_size: int) -> None:
-        """``block_size`` is the engine's."""
         self._config = config
         self._block_size = block_size
         self._num_told: dict[str, int] = {}  # of requests that are captured: chunks that were told
