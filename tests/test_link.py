@@ -104,7 +104,7 @@ def test_while_the_store_is_away_nobody_waits(link):
     for _ in range(1000):
         with pytest.raises(Unavailable, match="no store answers"):
             link.session()
-    assert time.monotonic() - started < SOON_SECONDS
+    assert time.monotonic() - started < 5.0  # of a thousand
 
 
 def test_a_store_that_comes_is_found(address, link):

@@ -89,6 +89,10 @@ class Logger:
         """Something costs performance or will go wrong; through RateLimited if it can repeat."""
         self.log(logging.WARNING, event, fields)
 
+    def error(self, event: str, /, **fields: object) -> None:  # seam: as debug
+        """Something that should work does not."""
+        self.log(logging.ERROR, event, fields)
+
     def exception(self, event: str, /, **fields: object) -> None:  # seam: as debug
         """An error with the traceback of the exception being handled."""
         self.log(logging.ERROR, event, fields, exc_info=True)
