@@ -170,7 +170,6 @@ class TokenHasher:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were seen."""
         return len(self._tokens) // TOKEN_BYTES
 
     @property
