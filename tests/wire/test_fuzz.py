@@ -472,4 +472,5 @@ def test_whatever_one_sends_the_others_are_answered(served, caplog, until):
     until(lambda: client.status().num_leases == 0)
     client.check()
     gc.collect()
-    assert (threading.active_count(), process.num_fds()) == (num_threads, num_descriptors), said
+    # Who never had a session may be seen to have gone last.
+    until(lambda: (threading.active_count(), process.num_fds()) == (num_threads, num_descriptors))
