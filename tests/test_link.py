@@ -100,11 +100,15 @@ def test_a_store_that_is_there_is_used_from_the_first_call_on(address, link):
 
 def test_while_the_store_is_away_nobody_waits(link):
     """B97: every call raises at once, the first one too where nobody listens."""
-    started = time.monotonic()
+    took = []
     for _ in range(1000):
+        started = time.monotonic()
         with pytest.raises(Unavailable, match="no store answers"):
             link.session()
-    assert time.monotonic() - started < 5.0  # of a thousand
+        took.append(time.monotonic() - started)
+    assert took[0] < SOON_SECONDS
+    assert sorted(took)[990] < SOON_SECONDS / 100
+    assert sum(took) < 5.0
 
 
 def test_a_store_that_comes_is_found(address, link):

@@ -58,8 +58,7 @@ def _print(report: DiskReport) -> None:
     )
     for path, problem in report.problems:
         typer.echo(printable(f"{path}: {problem}"))
-    num_problems = report.corrupt + (0 if report.in_use else report.temporary)
-    if (unlisted := num_problems - len(report.problems)) > 0:
+    if (unlisted := report.num_problems - len(report.problems)) > 0:
         typer.echo(f"and {unlisted} more")
 
 

@@ -44,7 +44,6 @@ class Feed:
         self._space = b""  # the last one seen: most are alike
 
     def __len__(self) -> int:
-        """How many events wait."""
         return len(self._waiting)
 
     def take(self, limit: int = PAGE, *, start_over: bool = False) -> list[StoreEvent]:

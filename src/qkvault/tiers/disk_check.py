@@ -36,9 +36,14 @@ class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[tuple[str, str], ...] = ()  # path, what is wrong; the first MAX_PROBLEMS
 
     @property
+    def num_problems(self) -> int:
+        """How many files should not be there."""
+        return self.corrupt + (0 if self.in_use else self.temporary)
+
+    @property
     def is_clean(self) -> bool:
         """Whether nothing is there that should not be, or it was removed."""
-        return self.corrupt + (0 if self.in_use else self.temporary) == self.removed
+        return self.num_problems == self.removed
 
 
 def check_directory(
@@ -84,11 +89,8 @@ class _Check:
         if entry.kind is FileKind.FOREIGN:
             self._count("foreign", entry.num_bytes)
             return
-        if entry.kind is FileKind.TEMPORARY and self._in_use:
-            self._count("temporary", entry.num_bytes)
-            return
         if entry.kind is FileKind.TEMPORARY:
-            outcome, problem = "temporary", "not finished"
+            outcome, problem = "temporary", "" if self._in_use else "not finished"
         else:
             try:
                 header = self._verify(entry)
@@ -101,7 +103,7 @@ class _Check:
                 self._count("whole", entry.num_bytes)
                 return
         self._count(outcome, entry.num_bytes)
-        if len(self._problems) < MAX_PROBLEMS:
+        if problem and len(self._problems) < MAX_PROBLEMS:
             self._problems.append((entry.path, problem))
         if self._fix:
             Path(entry.path).unlink(missing_ok=True)
