@@ -33,7 +33,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from qkvault import paged
 from qkvault.image import wipe_header
+from qkvault.integrations.vllm import worker as worker_half
 from qkvault.integrations.vllm.ops import LoadOp, StepPlan
 from qkvault.keys import RequestIdentity
 from qkvault.prefix import Prefix
@@ -118,6 +120,8 @@ def engine_config(model: str, settings: dict[str, Any], **options: Any) -> Any:
 class Stream:
     """Copies of a device that works behind the host's back: done in order, when a forward needs them or later."""
 
+    type = "cpu"  # to all but the worker's half, whose marks are put on it
+
     def __init__(self, paged: Any) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
         self.num_done = self.num_begun = 0
@@ -148,6 +152,13 @@ class Stream:
 
     def load(self, runs: Sequence[Any], source: Any) -> Event:
         return self.begin(lambda: self.to_pages(runs, source))
+
+
+def mark(device: Any) -> Any:
+    return device.begin(lambda: None) if isinstance(device, Stream) else paged.mark(device)
+
+
+worker_half.mark = mark
 
 
 class Event:
@@ -239,13 +250,12 @@ class ToyEngine:
         self.stream: Stream | None = None
         if on_device:
             self.stream = Stream(self.worker._worker._paged)
-            self.worker._worker._mark = lambda: self.stream.begin(lambda: None)
+            self.worker._worker._paged.device = self.stream
         self.on_plan: Callable[[StepPlan], None] = lambda _: None
         self.requests: dict[str, Request] = {}
         self.texts: dict[str, list[int]] = {}
         self.endings: dict[str, str] = {}
         self.violations: list[tuple[str, int]] = []
-        self.sent: list[str] = []
         self.plans: list[StepPlan] = []
         self.identity = RequestIdentity()
         self._memory: dict[str, Memory] = {}
@@ -284,7 +294,7 @@ class ToyEngine:
             self._execute(step)
         output, result = step.output, step.result
         if result.kv_connector_output is not None:
-            self.sent += sorted(result.kv_connector_output.finished_sending or ())
+            assert not result.kv_connector_output.finished_sending
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 self.texts[one.request_id] += one.new_token_ids
@@ -360,7 +370,7 @@ class ToyEngine:
         assert client.status().num_leases == 0
         client.close()
         side = self.connector._scheduler
-        assert (side._tracked, side._arriving, side._sending, side._loads, side._finals) == ({}, {}, set(), [], [])
+        assert (side._tracked, side._arriving, side._loads, side._finals) == ({}, {}, [], [])
         assert self.scheduler.requests == {}
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.kv_cache_config.num_blocks - 1

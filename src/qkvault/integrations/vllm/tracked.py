@@ -75,8 +75,8 @@ class Tracked:
 class LocalCache:
     """Whether vLLM's own prefix cache may have what is older than our keys say. Owned by the scheduler's thread.
 
-    It knows an adapter by name and path, whatever lies there by now. While requests run it is not emptied, and what they
-    have computed comes into it later.
+    It knows an adapter by name and path, whatever lies there by now. It is not emptied while requests run, and what
+    they have computed may come into it later.
     """
 
     def __init__(self, adapters: Adapters) -> None:
