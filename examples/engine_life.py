@@ -33,7 +33,6 @@ FETCH_MODEL: Final = HERE.parent / "scripts" / "fetch_model.py"
 BLOCK_TOKENS: Final = 32  # of vLLM's cache: a hit ends at a multiple of it
 ENGINE_ID: Final = "demo"
 INSTANCE_ID: Final = f"vllm-{ENGINE_ID}"  # what the connector calls its store
-RESET_SECONDS: Final = 30.0
 LOG_TAIL_LINES: Final = 15
 
 
@@ -122,10 +121,8 @@ def ask(engine: LLMEngine, order: dict[str, object]) -> Answer:
 
 def drop_own_prefixes(engine: LLMEngine) -> None:
     """Empty vLLM's own prefix cache, so that what is found next comes from QKVault."""
-    deadline = time.monotonic() + RESET_SECONDS
-    while not engine.reset_prefix_cache():  # False while blocks of the last request are still held
-        engine.step()
-        assert time.monotonic() < deadline, "vLLM's prefix cache cannot be dropped"
+    engine.step()  # an empty one, which stores what the last request has left
+    assert engine.reset_prefix_cache(), "vLLM's prefix cache cannot be dropped"
 
 
 def chunks_from_disk() -> int:

@@ -75,10 +75,10 @@ class RealEngine:
         return [list(output.outputs[0].token_ids) for output in self.outputs(prompts, max_tokens)]
 
     def outputs(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, *, kv_transfer_params: Any = None
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, *, kv_transfer_params: Any = None, **sampling: Any
     ) -> list[Any]:
         params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True,
+            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, **sampling,
             extra_args={"kv_transfer_params": kv_transfer_params} if kv_transfer_params else None,
         )  # fmt: skip
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

@@ -112,6 +112,27 @@ def test_a_talk_goes_on_from_what_was_said(fresh, truth):
         fresh.forget_own_prefixes()
 
 
+def test_when_an_answer_is_there_the_caches_may_be_dropped(fresh, truth):
+    """B566: also one that stopped unforeseen, and as vLLM does before it sleeps. Its end is stored by the next step."""
+    prompt, text = truth["prompts"][38], truth["texts"][38]  # 500 tokens
+    stop = next(at for at in range(13, 24) if text[at] not in text[:at])
+    talk = [*prompt, *text[: stop + 1]]
+
+    def ask():
+        output = fresh.outputs([prompt], 24, stop_token_ids=[text[stop]])[0]
+        assert (list(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (talk[500:], "stop")
+
+    ask()
+    fresh.forget_own_prefixes()
+    assert fresh.generate([other := truth["prompts"][5]], 1) == [truth["texts"][5][:1]]
+    fresh.forget_own_prefixes()
+    assert fresh.outputs([[*talk, *other]], 1)[0].num_cached_tokens == 512
+    assert fresh.llm.reset_prefix_cache(reset_connector=True)
+    ask()
+    fresh.llm.llm_engine.engine_core.engine_core._reset_caches()
+    assert fresh.outputs([talk], 1)[0].num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("which", [0, 3, 7])
 def test_a_load_that_fails_costs_a_recompute(fresh, truth, which):
     """B 128, B 129: with a chunk lost between promise and load, the text is the same, alone and shared by others."""

@@ -85,6 +85,46 @@ def test_what_vllm_keeps_of_its_own_at_a_reset_is_not_stored_again(toy_engine, p
     engine.assert_clean()
 
 
+@ALL
+def test_what_runs_at_a_reset_is_not_stored_by_those_who_follow_it(toy_engine, prompts, options):
+    """B565, KEY-19: vLLM's own cache was empty then, and has it later: a talk that was shorter than a block."""
+    engine = toy_engine(**options)
+    prompt = prompts(10)
+    engine.add("runs", prompt, max_tokens=200)
+    for _ in range(3):
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.add("new", other := prompts(40), max_tokens=2)
+    engine.run()
+    assert engine.num_cached(other) == 32
+    talk = [*prompt, *engine.texts["runs"]]
+    engine.ask([*talk, *prompts(20)])
+    assert engine.num_cached(talk) == 0
+    engine.forget_own_prefixes()
+    engine.ask(talk)
+    longer = [*talk, *prompts(100)]
+    engine.ask(longer)
+    assert engine.num_cached(longer) == 310 // 16 * 16
+    engine.assert_clean()
+
+
+def test_what_is_loaded_during_a_reset_is_not_stored_by_those_who_follow(toy_engine, prompts):
+    """B565, KEY-19: it comes into vLLM's own cache, which was empty, when the load is over."""
+    engine = toy_engine(asynchronous=True, on_device=True)
+    prompt = prompts(300)
+    engine.ask(prompt)
+    engine.forget_own_prefixes()
+    engine.add("loads", prompt)
+    engine.step()
+    assert engine.requests["loads"].status.name == "WAITING_FOR_REMOTE_KVS"
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.add("new", prompts(40), max_tokens=2)
+    engine.run()
+    engine.ask([*prompt, *prompts(40)])
+    assert engine.num_cached(prompt) == 0
+    engine.assert_clean()
+
+
 @pytest.mark.parametrize("is_anew", [True, False])
 def test_an_adapter_that_was_trained_on_is_not_given_the_old_ones_kv(toy_engine, prompts, tmp_path, is_anew):
     """B526: vLLM's own cache knows it by name and path; it is loaded in place, or under another number."""

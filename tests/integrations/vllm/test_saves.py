@@ -86,65 +86,123 @@ def test_without_partial_chunks_only_whole_ones_are_stored(toy, toy_engine, prom
     engine.assert_clean()
 
 
+def stop_behind(toy, prompt, num_tokens):
+    """A token that the model says once, and not among the first ``num_tokens``."""
+    text = toy.text_of(prompt, 100)
+    return next(token for at, token in enumerate(text) if at > num_tokens and token not in text[:at])
+
+
 @ALL
-def test_blocks_of_a_finished_request_are_kept_for_one_step(toy, toy_engine, prompts, options):
-    """A request that stops unforeseen keeps its blocks until the next step has stored them, told exactly once."""
-    engine = toy_engine(**options)
-    stops = {"stop_token_ids": list(range(3, 10))}
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_blocks_of_a_finished_request_are_taken_at_once_and_its_end_is_stored(
+    toy, toy_engine, prompts, options, on_device
+):
+    """B566: of a request that stops unforeseen: the step that stores what is left also gives its blocks to others."""
+    engine = toy_engine(num_blocks=16, on_device=on_device, **options)
+    engine.scheduler.defer_block_free = False  # as where a connector only stores: blocks are free a step earlier
+    execute, num_taken, talks = engine._execute, [], {}
+
+    def watch(step):
+        taken = {block for table in step.tables.values() for block in table}
+        finals = step.output.kv_connector_metadata.finals
+        num_taken.append(sum(not taken.isdisjoint(item.block_ids) for op in finals for item in op.items))
+        execute(step)
+
+    engine._execute = watch
     for number in range(8):
-        engine.add(f"r{number}", prompts(60 + number), max_tokens=200, sampling=stops)
-    kept = {}
-    for _ in range(600):
-        if not (engine.scheduler.has_requests() or engine._running):
-            break
-        engine.step()
-        for name in engine.connector._scheduler._sending:
-            kept[name] = kept.get(name, 0) + 1
-    planned = [op.request_id for plan in engine.plans for op in plan.finals]
-    assert len(planned) >= 4
-    assert sorted(engine.sent) == sorted(planned) == sorted(set(planned))
-    assert max(kept.values()) <= (2 if engine.asynchronous else 1)
+        talks[f"r{number}"] = prompt = prompts(90 + number)
+        stops = {"stop_token_ids": [stop_behind(toy, prompt, 10 + number)]}
+        engine.add(f"r{number}", prompt, max_tokens=100, sampling=stops)
+    engine.run()
+    assert sum(num_taken) >= 4
+    for name, prompt in talks.items():
+        talk = [*prompt, *engine.texts[name]]
+        assert engine.num_cached(talk) == (len(talk) - 1) // 16 * 16
+        engine.forget_own_prefixes()
+        engine.ask([*talk, *prompts(20)], max_tokens=2)
     assert not engine.connector.requires_kv_delivery
     engine.assert_texts()
     engine.assert_clean()
 
 
-def test_a_request_that_ends_as_foreseen_keeps_nothing(toy, toy_engine, prompts):
-    """What a request computes up to its maximal length is stored in its last step, and its blocks are free with it."""
+@ALL
+def test_when_the_answer_is_there_vllm_may_drop_its_cache_at_once(toy, toy_engine, prompts, options):
+    """B566: no block is kept of a finished request. Its end is stored by the next step, whenever that comes."""
+    engine = toy_engine(**options)
+    prompt = prompts(100)
+    engine.add("r", prompt, max_tokens=100, sampling={"stop_token_ids": [stop_behind(toy, prompt, 60)]})
+    while "r" not in engine.endings:
+        engine.step()
+    while engine._running:
+        engine.update()
+    talk = [*prompt, *engine.texts["r"]]
+    assert engine.num_cached(talk) < len(talk) // 16 * 16
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert engine.num_cached(talk) == (len(talk) - 1) // 16 * 16
+    engine.assert_clean()
+
+
+@ALL
+def test_a_reset_forgets_what_the_next_step_was_to_store(toy, toy_engine, prompts, options):
+    """B566, KEY-19: vLLM resets before it gives its pages up (sleep): they are not read any more."""
+    engine = toy_engine(**options)
+    prompt = prompts(100)
+    engine.add("r", prompt, max_tokens=100, sampling={"stop_token_ids": [stop_behind(toy, prompt, 60)]})
+    while "r" not in engine.endings:
+        engine.step()
+    while engine._running:
+        engine.update()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.pages.fill_(-1)
+    planned = len(engine.plans)
+    engine.run()
+    assert [op for plan in engine.plans[planned:] for op in plan.finals] == []
+    assert engine.num_cached([*prompt, *engine.texts["r"]]) == 0
+    engine.assert_clean()
+
+
+def test_a_step_that_was_lost_costs_the_end_of_a_request(toy, toy_engine, prompts):
+    """B566: its plan reached no worker. Nothing stays held for it, and what its pages hold later is not stored."""
+    from vllm.v1.request import RequestStatus
+
+    engine = toy_engine(num_blocks=24)
+    prompt = prompts(100)
+    engine.add("r", prompt, max_tokens=100, sampling={"stop_token_ids": [stop_behind(toy, prompt, 50)]})
+    while "r" not in engine.endings:
+        engine.step()
+    lost = toy.Step(engine.scheduler).output.kv_connector_metadata
+    assert [op.request_id for op in lost.finals] == ["r"]
+    engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    for number in range(2):
+        engine.add(f"next {number}", prompts(120), max_tokens=100)
+    engine.run()
+    talk = [*prompt, *engine.texts["r"]]
+    assert 0 < engine.num_cached(talk) < (len(talk) - 1) // 16 * 16
+    engine.assert_texts()
+    engine.assert_clean()
+
+
+def test_a_request_that_ends_as_foreseen_leaves_nothing(toy, toy_engine, prompts):
+    """What a request computes up to its maximal length is stored in its last step, and nothing is left."""
     engine = toy_engine()
     prompt = prompts(100)
     engine.ask(prompt, max_tokens=77)
-    assert engine.sent == []
+    assert [op for plan in engine.plans for op in plan.finals] == []
     assert engine.num_cached(prompt + toy.text_of(prompt, 77)) == 176
     engine.assert_clean()
 
 
 @ALL
-def test_what_is_given_up_is_free_at_once(toy_engine, prompts, options):
-    """An aborted request keeps no block for the store's sake, and nothing more of it is stored."""
+def test_nothing_more_is_stored_of_what_is_given_up(toy_engine, prompts, options):
+    """An aborted request leaves nothing for the next step."""
     engine = toy_engine(**options)
     engine.add("r", prompts(100), max_tokens=200)
     while len(engine.texts["r"]) < 70:
         engine.step()
     engine.abort("r")
     engine.run()
-    assert engine.sent == [op for plan in engine.plans for op in plan.finals] == []
-    engine.assert_clean()
-
-
-def test_blocks_that_will_be_free_in_a_step_are_no_reason_to_preempt(toy, toy_engine, prompts):
-    """While a finished request's blocks are kept, vLLM is told to wait for them."""
-    engine = toy_engine()
-    prompt = prompts(60)
-    text = toy.text_of(prompt, 60)
-    stop = next(token for at, token in enumerate(text) if at > 25 and token not in text[:at])
-    engine.add("ends", prompt, max_tokens=200, sampling={"stop_token_ids": [stop]})
-    while "ends" not in engine.endings:
-        assert not engine.connector.has_pending_block_frees()
-        engine.step()
-    assert engine.connector.has_pending_block_frees()
-    engine.run()
-    assert not engine.connector.has_pending_block_frees()
+    assert [op for plan in engine.plans for op in plan.finals] == []
     engine.assert_clean()
 
 

@@ -256,7 +256,6 @@ class ToyEngine:
         self.texts: dict[str, list[int]] = {}
         self.endings: dict[str, str] = {}
         self.violations: list[tuple[str, int]] = []
-        self.sent: list[str] = []
         self.plans: list[StepPlan] = []
         self.identity = RequestIdentity()
         self._memory: dict[str, Memory] = {}
@@ -295,7 +294,7 @@ class ToyEngine:
             self._execute(step)
         output, result = step.output, step.result
         if result.kv_connector_output is not None:
-            self.sent += sorted(result.kv_connector_output.finished_sending or ())
+            assert not result.kv_connector_output.finished_sending
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 self.texts[one.request_id] += one.new_token_ids
@@ -371,7 +370,7 @@ class ToyEngine:
         assert client.status().num_leases == 0
         client.close()
         side = self.connector._scheduler
-        assert (side._tracked, side._arriving, side._sending, side._loads, side._finals) == ({}, {}, set(), [], [])
+        assert (side._tracked, side._arriving, side._loads, side._finals) == ({}, {}, [], [])
         assert self.scheduler.requests == {}
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.kv_cache_config.num_blocks - 1

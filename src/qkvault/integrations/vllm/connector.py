@@ -249,10 +249,12 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step is about to run: say what is to be captured of it."""
+        """A step is about to run: store what it may overwrite, and say what is to be captured of it."""
         super().bind_connector_metadata(connector_metadata)
-        if self._queries is not None and isinstance(connector_metadata, StepPlan):
-            self._queries.start_step(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepPlan):
+            self._worker.begin(connector_metadata)
+            if self._queries is not None:
+                self._queries.start_step(connector_metadata)
 
     @_guarded(_nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # seam: vLLM's signature
@@ -283,12 +285,12 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Finished requests whose blocks were kept, and are no longer; requests whose load is over."""
+        """No finished requests, since no blocks of theirs are kept; requests whose load is over."""
         del finished_req_ids
         if self._queries is not None:
             self._queries.reclaim()
-        sent, received = self._worker.take_finished() if self._worker is not None else (set(), set())
-        return sent or None, received or None
+        received = self._worker.take_loaded() if self._worker is not None else set()
+        return None, received or None
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -340,12 +342,13 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
         """Hear what the workers did."""
         meta = connector_output.kv_connector_worker_meta
         report = meta if isinstance(meta, StepReport) else None
-        self._side().heard(report, connector_output.finished_sending or (), connector_output.finished_recving or ())
+        self._side().heard(report, connector_output.finished_recving or ())
 
     @_guarded(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
-        """Store what a finished request has computed last; True keeps its blocks until that is done."""
-        return self._side().finished(request, block_ids, is_complete=request.status.name in _COMPLETE), None
+        """Store what a finished request has computed last, with the next step. Its blocks are not kept for that."""
+        self._side().finished(request, block_ids, is_complete=request.status.name in _COMPLETE)
+        return False, None
 
     @_guarded(lambda: (False, None))
     def request_finished_all_groups(
@@ -353,11 +356,6 @@ class QKVaultConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, object] | None]:
         """As ``request_finished``: there is one group."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
-
-    @_guarded(lambda: False)
-    def has_pending_block_frees(self) -> bool:
-        """Whether blocks that we keep will be free in a step or two: no reason to preempt."""
-        return self._side().is_sending
 
     @_guarded(lambda: False)
     def reset_cache(self) -> bool | None:

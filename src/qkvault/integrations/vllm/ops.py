@@ -47,7 +47,7 @@ class StepPlan(KVConnectorMetadata):
     number: int = 0
     loads: list[LoadOp] = field(default_factory=list)
     saves: list[SaveOp] = field(default_factory=list)  # of what this step's forward computes
-    finals: list[SaveOp] = field(default_factory=list)  # of finished requests, whose blocks are kept for it
+    finals: list[SaveOp] = field(default_factory=list)  # of finished requests: before the step writes any page
     is_idle: bool = False  # the step has no forward
     query_steps: list[RequestStep] = field(default_factory=list)  # of requests whose queries are captured
     query_drops: list[str] = field(default_factory=list)  # of those: aborted or preempted before this step

@@ -52,23 +52,19 @@ class QuerySteps:
         dropped, self._dropped = self._dropped, []
         return told, dropped
 
-    def finished(self, tracked: Tracked, end: int, *, is_complete: bool) -> bool:
-        """A request has ended with tokens ``[0, end)`` computed; those of one that was aborted are not stored.
-
-        Returns whether a step is needed that stores what is left, even if nothing else is to be run.
-        """
+    def finished(self, tracked: Tracked, end: int, *, is_complete: bool) -> None:
+        """A request has ended with tokens ``[0, end)`` computed; those of one that was aborted are not stored."""
         request_id = tracked.request.request_id
         self._last_steps.discard(request_id)
         if request_id not in self._num_told:
-            return False
+            return
         if not (is_complete and tracked.can_save):
             self._drop(request_id)
-            return False
+            return
         first, items = self._untold(tracked, end, with_tail=True)
         del self._num_told[request_id]
         at = tracked.request.num_computed_tokens
         self._ended.append(RequestStep(request_id, at, at, (), first, items, is_last=True))
-        return True
 
     def reset(self) -> None:
         """What was computed so far is not to be stored."""

@@ -71,9 +71,8 @@ class SchedulerSide:
         self.local = LocalCache(self._adapters)
         self._tracked: dict[str, Tracked | None] = {}  # None: not to be cached
         self._loads: list[LoadOp] = []
-        self._finals: list[SaveOp] = []
+        self._finals: list[SaveOp] = []  # for the next plan or none: its step may overwrite those blocks
         self._arriving: dict[bytes, str] = {}  # chunks that are being loaded -> the request they are loaded for
-        self._sending: set[str] = set()  # finished requests whose blocks are kept
         self._num_steps = self._step_saved = self._step_heard = 0  # the last one; that saves; whose saves are done
         self._clear_after = 0  # what was stored up to that step is to go: a reset came while it was under way
         self._may_nap = False  # the last step ran no token
@@ -151,39 +150,28 @@ class SchedulerSide:
             plan.saves.extend(self._saves_of(output))  # first: it may find that nothing more is to be stored
             if self._queries is not None:
                 plan.query_steps, plan.query_drops = self._queries.plan(output, self._tracked)
-        except Exception as error:  # thread top: vLLM waits for the plan's loads and finals
+        except Exception as error:  # thread top: vLLM waits for the plan's loads
             _log.warning("saves_not_planned", error=f"{type(error).__name__}: {error}")
         if plan.stores:
             self._step_saved = self._num_steps
         return plan
 
-    def finished(self, request: Request, block_ids: Sequence[int], *, is_complete: bool) -> bool:
-        """The request has ended. True: its blocks are needed until the next step has stored what is new in them."""
+    def finished(self, request: Request, block_ids: Sequence[int], *, is_complete: bool) -> None:
+        """The request has ended. The next step stores what is new in its blocks, before it writes any: all are free."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            return False
+            return
         self._forget_arrivals({request.request_id})
         self._release(tracked)
         tracked.confirm(self._adapters)
         end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last sampled token has no KV
-        has_queries = self._queries is not None and self._queries.finished(tracked, end, is_complete=is_complete)
-        if not is_complete:
-            return False
-        final = self._save(tracked, end, block_ids, with_tail=self._config.save_partial_chunks)
-        if final is None and not has_queries:
-            return False
-        self._finals.append(final or SaveOp(request.request_id, end, ()))
-        self._sending.add(request.request_id)
-        return True
+        if self._queries is not None:
+            self._queries.finished(tracked, end, is_complete=is_complete)
+        if is_complete and (final := self._save(tracked, end, block_ids, with_tail=self._config.save_partial_chunks)):
+            self._finals.append(final)
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether blocks of finished requests will be free in a step or two."""
-        return bool(self._sending)
-
-    def heard(self, report: StepReport | None, sent: Collection[str], received: Collection[str]) -> None:
-        """The workers' report of an earlier step; finished requests that are stored; requests whose load is over."""
-        self._sending.difference_update(sent)
+    def heard(self, report: StepReport | None, received: Collection[str]) -> None:
+        """The workers' report of an earlier step, and requests whose load is over."""
         self._forget_arrivals(received)
         if report is None:
             return
@@ -210,7 +198,7 @@ class SchedulerSide:
                 tracked.can_save = False
         if self._queries is not None:
             self._queries.reset()
-        self._finals = [op._replace(items=()) for op in self._finals]
+        self._finals = []
         self._clear_after = 0
         self._client.clear(spaces=self._space_ids)
         if self._step_saved > self._step_heard:

@@ -75,7 +75,8 @@ class Tracked:
 class LocalCache:
     """Whether vLLM's own prefix cache may have what is older than our keys say. Owned by the scheduler's thread.
 
-    It knows an adapter by name and path, whatever lies there by now, and it is not emptied while requests run.
+    It knows an adapter by name and path, whatever lies there by now. It is not emptied while requests run, and what
+    they have computed may come into it later.
     """
 
     def __init__(self, adapters: Adapters) -> None:
@@ -95,10 +96,11 @@ class LocalCache:
     def is_doubtful(self, request: Request) -> bool:
         """Whether what is in it for ``request`` may not be stored under its keys. To be asked of each, before it runs.
 
-        That it was emptied is seen then, when it still is.
+        That it is empty, and that nobody has blocks that may come into it, is seen then.
         """
-        if self._is_older and self._pool is not None:
-            self._is_older = len(self._pool.cached_block_hash_to_block) > 0
+        if self._is_older and (pool := self._pool) is not None:
+            num_used = pool.num_gpu_blocks - pool.get_num_free_blocks() - 1  # one is nobody's
+            self._is_older = num_used > 0 or len(pool.cached_block_hash_to_block) > 0
         return self._is_older or self._adapters.have_changed(request.lora_request)
 
 

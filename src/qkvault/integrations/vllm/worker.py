@@ -63,12 +63,21 @@ class WorkerSide:
         self._can_save = can_save
         self._load_deadline_seconds = load_deadline_seconds
         self._transfer: Transfer | None = None
-        self._step_loaded = self._step_saved = 0  # numbers of the last plans: none is carried out twice
+        self._step_begun = self._step_loaded = self._step_saved = 0  # the last plans' numbers: none is done twice
         self._loading: deque[_Loading] = deque()
         self._report = StepReport()
         self._received: set[str] = set()
-        self._sent: set[str] = set()
         self._failed_blocks: set[int] = set()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Store what finished requests have left, before this step writes any page: vLLM has given their blocks away.
+
+        On a device the copies are only begun, on the stream that the step's forward and loads come behind.
+        """
+        if plan.number != self._step_begun:
+            self._step_begun = plan.number
+            if plan.finals:
+                self._try_save(plan.finals)
 
     def load(self, plan: StepPlan) -> None:
         """Begin the loads of this step."""
@@ -80,20 +89,17 @@ class WorkerSide:
             request = self._stats.on_retrieve_request(len(op.block_ids) * self._paged.block_size)
             num_good = self._try_load(op, deadline)
             self._loading.append(_Loading(op, num_good, mark(self._paged.device), request))
-        # vLLM may ask before ``save``, and gives their blocks away after it.
-        self._sent.update(op.request_id for op in plan.finals)
 
     def save(self, plan: StepPlan) -> None:
-        """Store what this step computed and what finished requests have left, in one go.
+        """Store what this step computed, in one go.
 
         An idle step waits until a device has copied all that was begun.
         """
         if plan.number == self._step_saved:
             return
         self._step_saved = plan.number
-        if plan.saves or plan.finals:
-            num_saved_of = self._try_save([*plan.saves, *plan.finals])
-            for op, num_saved in zip(plan.saves, num_saved_of, strict=False):
+        if plan.saves:
+            for op, num_saved in zip(plan.saves, self._try_save(plan.saves), strict=True):
                 if num_saved < len(op.items):
                     chunks_tokens = num_saved * self._paged.layout.chunk_size
                     self._report.unsaved[op.request_id] = op.start_token + chunks_tokens
@@ -101,16 +107,15 @@ class WorkerSide:
             self._report.saved_step = plan.number
         self._settle(wait=plan.is_idle)
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """Since the last call: finished requests whose blocks are not needed any more, and requests that are loaded."""
+    def take_loaded(self) -> set[str]:
+        """Requests whose load is over, well or not, since the last call."""
         while self._loading and (self._loading[0].copied is None or self._loading[0].copied.query()):
             self._end_load(self._loading.popleft())
-        sent, self._sent = self._sent, set()
         received, self._received = self._received, set()
-        return sent, received
+        return received
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks whose load failed since the last call: never later than ``take_finished`` tells of their request."""
+        """Blocks whose load failed since the last call: never later than ``take_loaded`` tells of their request."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
