@@ -40,7 +40,7 @@ check: $(LIGHT)  ## format, lint, types, architecture, pages: under a minute, ne
 
 # Starting an engine keeps one core busy: two files at a time use two, and no more engines than memory holds.
 test: setup $(ROUTER)  ## all tests, on CPU, in random order
-	QKV_REQUIRE_VLLM=1 $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	QKV_REQUIRE_VLLM=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup  ## the benchmarks; ARGS="--help" lists them
 	$(PY) -m bench $(ARGS)

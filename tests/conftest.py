@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import psutil
 import pytest
@@ -32,6 +33,7 @@ OURS = "qkvault"
 GRACE_SECONDS = 2.0  # a thread that was told to stop may still be on its way out
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = runpy.run_path(str(ROOT / "scripts" / "fetch_model.py"))["model_path"]()
+MACHINE = pytest.StashKey[IO[str]]()  # a file that is locked, shared or alone
 REQUIRE_VLLM = os.environ.get("QKV_REQUIRE_VLLM") == "1"  # set by `make test`: what is missing fails, not skips
 
 # The contract suites assert like tests, and must be rewritten before anybody imports them.
@@ -142,18 +144,22 @@ def take_snapshot() -> Callable[[], Snapshot]:
     return Snapshot.take
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests of other processes run beside this one, with its fixtures, unless it asks for the machine."""
+    with Path(tempfile.gettempdir(), f"qkvault-tests-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        item.stash[MACHINE] = lock
+        return (yield)
+
+
 @pytest.fixture
-def reserve_huge_pages() -> Iterator[Callable[[int], int]]:
+def reserve_huge_pages(request: pytest.FixtureRequest) -> Iterator[Callable[[int], int]]:
     """Has the kernel reserve so many huge pages until the test ends, and tells their size; skips where it does not.
 
-    The machine has one such setting: who comes second waits.
+    Any pool of another test would take them: none runs meanwhile.
     """
-    with (Path(tempfile.gettempdir()) / "qkvault-tests-huge-pages.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield from _reserve_huge_pages()
-
-
-def _reserve_huge_pages() -> Iterator[Callable[[int], int]]:
+    fcntl.flock(request.node.stash[MACHINE], fcntl.LOCK_EX)
     setting = Path("/proc/sys/vm/nr_hugepages")
     before = setting.read_text()
 

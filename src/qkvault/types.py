@@ -161,7 +161,8 @@ def unpack_offsets(data: bytes) -> Sequence[int]:
 class NewChunk(msgspec.Struct, frozen=True, array_like=True):
     """A chunk somebody wants to store.
 
-    ``sketch`` is ``image.sketch_of`` of its tokens: 3 bytes for every started grain of 16 tokens.
+    ``sketch`` is ``image.sketch_of`` of its tokens (4 bytes each, little-endian): after every started grain of 16 the
+    upper 3 bytes of their crc32 up to there, big-endian.
     """
 
     key: _Key

@@ -530,7 +530,8 @@ def main() -> None:
             text = source.read_text()
             assert text.count(before) == 1, f"{name}: {path} has changed"
             source.write_text(text.replace(before, after))
-            failure = first_failure(folder, *SUITE, "--deselect", f"{MODEL}::TestStore::runTest")
+            nearest = sorted(SUITE, key=lambda tests: Path(tests).name != Path(path).parent.name)
+            failure = first_failure(folder, *nearest, "--deselect", f"{MODEL}::TestStore::runTest")
             is_seen = bool(first_failure(folder, MODEL))
         sys.stdout.write(f"| {name} | {failure or '**none**'} | {'seen' if is_seen else 'not seen'} |\n")
         sys.stdout.flush()

@@ -85,9 +85,9 @@ def examine(
     except ConfigError as error:
         config = Config()
         yield Finding("settings", "not usable", "problem", str(error))
-    server = _server(config, address)
+    server, is_there = _server(config, address)
     yield _serve(config)
-    yield from _memory(config, root, is_there=not server.value.startswith("none "))
+    yield from _memory(config, root, is_there=is_there)
     yield _shared_memory()
     yield from _huge_pages(root)
     yield _open_files(root)
@@ -135,7 +135,7 @@ def _serve(config: Config) -> Finding:
 
 
 def _memory(config: Config, root: Path, *, is_there: bool) -> Iterator[Finding]:
-    """RAM, the limit of the container, and whether the pool fits, if none ``is_there`` yet."""
+    """RAM, the limit of the container, and whether the pool fits, if no server ``is_there`` yet."""
     memory = meminfo(root)
     total_bytes, available_bytes = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
     yield Finding("RAM", f"{approximate_size(total_bytes)}, {approximate_size(available_bytes)} available")
@@ -191,8 +191,8 @@ def _open_files(root: Path) -> Finding:
     return Finding("open files", value, "note", advice)
 
 
-def _server(config: Config, address: str | None) -> Finding:
-    """Whether a store answers, and whether it fits what is configured here."""
+def _server(config: Config, address: str | None) -> tuple[Finding, bool]:
+    """Whether a store answers and fits what is configured here; and whether anything answers at all."""
     from qkvault import __version__
     from qkvault.connecting import address_of, misfits, open_transport
 
@@ -203,19 +203,20 @@ def _server(config: Config, address: str | None) -> Finding:
             welcome = transport.welcome
     except QKVaultError as error:
         if isinstance(error, Unwelcome) or not isinstance(error, Unavailable):
-            return Finding("server", "cannot be asked", "problem", str(error))
+            return Finding("server", "cannot be asked", "problem", str(error)), isinstance(error, Unwelcome)
         if (address or config.address) is None or config.autostart:
-            return Finding("server", f"none at {where}")
-        return Finding("server", f"none at {where}", "problem", f"{error}; start one with `qkvault serve`")
+            return Finding("server", f"none at {where}"), False
+        return Finding("server", f"none at {where}", "problem", f"{error}; start one with `qkvault serve`"), False
     value = (
         f"qkvault {welcome.server_version} at {where}, pool {approximate_size(welcome.pool_bytes)}, "
         f"chunks of {welcome.chunk_size} tokens, {welcome.hash_algorithm}"
     )
     if advice := "; ".join(misfits(config, welcome)):
-        return Finding("server", value, "problem", advice)
+        return Finding("server", value, "problem", advice), True
     if welcome.server_version != __version__:
-        return Finding("server", value, "note", f"this is qkvault {__version__}: restart the server after an upgrade")
-    return Finding("server", value)
+        advice = f"this is qkvault {__version__}: restart the server after an upgrade"
+        return Finding("server", value, "note", advice), True
+    return Finding("server", value), True
 
 
 def _disk(path: str, cap_bytes: int) -> Finding:

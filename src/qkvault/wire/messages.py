@@ -93,7 +93,7 @@ class Lookup(Request, frozen=True):
 
     root: Key
     keys: AskedKeys  # 48 bytes each
-    checks: AskedChecks  # image.check_of the tokens of each chunk: 3 bytes each
+    checks: AskedChecks  # of the tokens of each chunk: the upper 3 bytes of their crc32, big-endian
     tail: Tokens = b""  # that come after the last key, 4 bytes each, less than a chunk of them
     search_range: Media | None = None  # media that may be asked; None: all
 
