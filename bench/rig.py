@@ -19,6 +19,7 @@ from qkvault.embedded import EmbeddedStore
 from qkvault.engine import CacheEngine, EngineMetadata
 
 _HEADER_BYTES = 4096  # of a chunk's image, at least
+_NAP_SECONDS = 0.002  # between two looks at what is on its way
 _OTHERS_BYTES = 1 << 30  # memory that is left to others
 
 
@@ -51,6 +52,18 @@ class Rig:
         there = self.engine.retrieve(self.tokens, block_ids=self.pages.target_ids)
         if not bool(there.all()):
             msg = f"{int(there.sum())} of {self.pages.num_tokens} tokens came back"
+            raise RuntimeError(msg)
+
+    def bring_up(self) -> None:
+        """Have the prompt brought into RAM, all of it, and into no blocks."""
+        self.engine.async_lookup_and_prefetch("bench", self.tokens)
+        is_over = False
+        while not is_over:
+            self.client.wait_change(_NAP_SECONDS)
+            num_tokens, is_over = self.engine.prefetched("bench")
+        self.engine.lookup_unpin("bench")
+        if num_tokens != self.pages.num_tokens:
+            msg = f"{num_tokens} of {self.pages.num_tokens} tokens came up"
             raise RuntimeError(msg)
 
 

@@ -1,8 +1,9 @@
 """Store until all is on disk, and load again with nothing in RAM or page cache; beside raw O_DIRECT files.
 
 The raw files are as many and as large as ours, and moved by as many threads; like ours they are not synced. Ours are
-also checked: a sum over every payload, on the way out and on the way in. A peer stores until it finds all on disk, and
-its files leave the page cache before they are loaded, as all do.
+also checked: a sum over every payload, on the way out and on the way in. And they are copied, from an engine's blocks
+and into them: what is loaded into RAM only shows the tier by itself. A peer stores until it finds all on disk, and its
+files leave the page cache before they are loaded, as all do.
 
 And the scan of a directory of many small files at start, beside listing it and reading the head of each: both out of
 the page cache, so what is measured is the work of the processor.
@@ -89,7 +90,10 @@ def _rounds(
 ) -> list[Row]:
     pages, rounds = rig.pages, settings.sizes.disk_rounds
     limit = f"raw O_DIRECT files, {store.config.disk_workers} threads"
-    storing, loading = f"store until on disk, {pages.geometry.name}", f"load from disk, {pages.geometry.name}"
+    storing, raising, loading = (
+        f"{what}, {pages.geometry.name}"
+        for what in ("store until on disk", "load from disk into RAM", "load from disk into blocks")
+    )
 
     def drain() -> None:
         if not store.driver.drain(DRAIN_SECONDS):
@@ -119,9 +123,10 @@ def _rounds(
 
     groups = [
         [Case(storing, "QKVault", Role.OURS, store_all), Case(storing, limit, Role.LIMIT, raw.write)],
+        [Case(raising, "QKVault", Role.OURS, rig.bring_up), Case(raising, limit, Role.LIMIT, raw.read)],
         [Case(loading, "QKVault", Role.OURS, rig.retrieve), Case(loading, limit, Role.LIMIT, raw.read)],
     ]
-    for group, row, what in ((groups[0], storing, "store_down"), (groups[1], loading, "retrieve")):
+    for group, row, what in ((groups[0], storing, "store_down"), (groups[-1], loading, "retrieve")):
         group += [
             Case(row, name, Role.PEER, functools.partial(children.timed, peer, do=what)) for name, peer in peers.items()
         ]
