@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from qkvault.errors import ConfigError
 from qkvault.integrations.vllm.fingerprint import files_digest, model_fingerprint
 
 pytestmark = pytest.mark.vllm
@@ -485,7 +486,7 @@ class TestFingerprint:
         """The fingerprint of an engine over ``path``, with some of its configuration changed."""
         config = toy.engine_config(tiny_model, {})
 
-        def make(path=tiny_model, revision="", **changes):
+        def make(path=tiny_model, model_revision="", load_config=config.load_config, **changes):
             model = SimpleNamespace(
                 **{
                     **{name: getattr(config.model_config, name) for name in ("dtype", "quantization", "revision")},
@@ -498,9 +499,29 @@ class TestFingerprint:
                     **changes,
                 }
             )
-            return model_fingerprint(SimpleNamespace(model_config=model, load_config=config.load_config), revision)
+            return model_fingerprint(SimpleNamespace(model_config=model, load_config=load_config), model_revision)
 
         return make
+
+    @pytest.fixture
+    def hub(self, fingerprint, tiny_model, tmp_path):
+        """The fingerprint of ``org/name`` when ``main`` is a commit with these weights (None: none came here)."""
+        from vllm.config import LoadConfig
+
+        top = tmp_path / "cache" / "models--org--name"
+        (top / "refs").mkdir(parents=True)
+
+        def at(commit, weights=b"w", **changes):
+            folder = top / "snapshots" / (commit * 40)
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(tiny_model) / "config.json", folder)
+            if weights is not None:
+                (folder / "model.safetensors").write_bytes(weights)
+            (top / "refs" / "main").write_text(commit * 40)
+            load_config = LoadConfig(download_dir=str(tmp_path / "cache"))
+            return fingerprint(path="org/name", **{"load_config": load_config, **changes})
+
+        return at
 
     def test_the_same_files_elsewhere_are_the_same_model(self, fingerprint, tiny_model, tmp_path):
         """A copy of the directory under another name has the same fingerprint."""
@@ -521,16 +542,48 @@ class TestFingerprint:
         """Each of them makes another fingerprint."""
         found = {
             fingerprint(),
-            fingerprint(revision="after the update"),
-            fingerprint(revision="", dtype="bfloat16"),
+            fingerprint(model_revision="after the update"),
+            fingerprint(revision="v2"),
+            fingerprint(dtype="bfloat16"),
             fingerprint(quantization="awq"),
-            fingerprint(path="hub/name", revision=""),
-            fingerprint(path="hub/other"),
+            fingerprint(path="hub/name", model_revision="a"),
+            fingerprint(path="hub/other", model_revision="a"),
+            fingerprint(path="hub/other", model_revision="b"),
         }
-        assert len(found) == 6
+        assert len(found) == 8
         assert fingerprint(model_weights="s3://bucket/model") not in found
-        model = {"path": "hub/name"}
-        assert fingerprint(**model) != fingerprint(**model, revision="x")
+
+    def test_what_the_configuration_says_counts(self, fingerprint):
+        """Each setting of the model's own, where its files came from, and how they are read."""
+        from transformers import LlamaConfig
+        from vllm.config import LoadConfig
+
+        configs = [LlamaConfig(), LlamaConfig(rms_norm_eps=1e-5), LlamaConfig(rope_theta=5e5)]
+        formats = [LoadConfig(load_format=name) for name in ("dummy", "bitsandbytes")]
+        found = [fingerprint(hf_config=config) for config in configs]
+        found += [fingerprint(load_config=load_config) for load_config in formats]
+        assert len({fingerprint(), *found}) == 6
+
+    def test_a_name_of_the_hub_got_other_weights_and_the_keys_of_the_old_ones(self, hub):
+        """B567: what ``main`` is today is what counts, not the name; the same weights are the same model."""
+        old = hub("1", b"old")
+        assert hub("2", b"new") != old
+        assert hub("3", b"old") == old
+
+    def test_a_revision_that_vllm_was_told_is_what_it_has_loaded(self, hub):
+        """B567: whatever ``main`` is by now."""
+        old = hub("1", b"old", revision="1" * 40)
+        assert hub("2", b"new", revision="1" * 40) == old
+
+    def test_weights_that_nothing_tells_from_others_are_refused(self, hub, fingerprint):
+        """B567: none came from the hub, or it is no name of it. An operator's word does; "dummy" has no weights."""
+        from vllm.config import LoadConfig
+
+        for ask in (lambda **told: hub("1", None, **told), lambda **told: fingerprint("org/other:Q4_K_M", **told)):
+            with pytest.raises(ConfigError, match="set model_revision"):
+                ask()
+            assert ask(model_revision="a") != ask(model_revision="b")
+            ask(load_config=LoadConfig(load_format="dummy"))
 
     def test_a_scheme_of_quantisation_counts(self, fingerprint):
         """B527: ``--quantization online`` says nothing of it; as it was written, or as vLLM has read it."""
@@ -623,13 +676,17 @@ class TestFingerprint:
                 spaces.add(layouts.key_spaces(engine, spec, layout, settings)[0].space_id)
         assert len(spaces) == 2
 
-    def test_large_files_are_sampled(self, tmp_path):
-        """Files beyond the samples' size are read in places, the last bytes among them."""
+    @pytest.mark.parametrize("size", [3 << 20, 8 << 20])
+    def test_large_files_are_sampled(self, tmp_path, size):
+        """B567: a short file is read whole; whatever is replaced of a long one, if it is a MiB or more, is seen."""
         file = tmp_path / "model.safetensors"
-        data = bytearray(8 << 20)
+        data = bytearray(size)
         file.write_bytes(data)
         before = files_digest(str(tmp_path))
-        data[-1] = 1
-        file.write_bytes(data)
-        assert files_digest(str(tmp_path)) != before
+        wide = 1 if size < 4 << 20 else 1 << 20
+        for at in [*range(0, size - wide, 700_001), size - wide, size - 1]:
+            data[at : at + wide] = b"x" * min(wide, size - at)
+            file.write_bytes(data)
+            assert files_digest(str(tmp_path)) != before
+            data[:] = bytes(size)
         assert files_digest(str(file)) == files_digest(str(file))

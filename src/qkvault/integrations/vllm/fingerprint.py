@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from qkvault.errors import ConfigError
 from qkvault.logs import get_logger
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".gguf", ".json")
-_NUM_SAMPLES: Final = 32  # of each file, spread evenly: an edit that misses them all needs a new model_revision
-_SAMPLE_BYTES: Final = 1 << 16
+_WHOLE_BYTES: Final = 4 << 20  # up to this a file is read whole
+_STRIDE_BYTES: Final = 1 << 20  # of a longer one a sample in each: what is smaller and misses them is not seen
+_SAMPLE_BYTES: Final = 1 << 12
 # Of a model's configuration: where it lies, and which release wrote it. Neither changes a byte of KV.
 _NO_MATTER: Final = ("_name_or_path", "transformers_version")
 # Of how vLLM handles media: limits, caches, transport, and which kernels compute. A field that is not here counts.
@@ -38,7 +40,7 @@ _log = get_logger("vllm")
 def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
     """32 hex digits over configuration of model and media, weights (sampled) and the operator's ``model_revision``.
 
-    Raises OSError.
+    Raises OSError, and ConfigError if nothing tells which weights of that name these are.
     """
     model = vllm_config.model_config
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NO_MATTER}
@@ -46,11 +48,10 @@ def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
         json.dumps(config, sort_keys=True, default=str),
         str(model.dtype),
         str(model.quantization),
-        # Of a model with a hub's name, whose files are not looked at, the commit that was found is all there is.
-        f"{model.revision} {getattr(model.hf_config, '_commit_hash', None)}",
+        str(model.revision),
         model_revision,
         str(vllm_config.load_config.load_format),
-        files_digest(model.model),
+        files_digest(_weights_path(vllm_config, model_revision)),
     ]
     if _depends_on_length(config):
         parts.append(str(model.max_model_len))
@@ -65,6 +66,24 @@ def model_fingerprint(vllm_config: VllmConfig, model_revision: str) -> str:
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()[:32]
+
+
+def _weights_path(vllm_config: VllmConfig, model_revision: str) -> str:
+    # Where they lie; of a hub's name what vLLM has downloaded: what the hub has under it may change any day.
+    model, load_config = vllm_config.model_config, vllm_config.load_config
+    if Path(model.model).exists() or model.model_weights or load_config.load_format == "dummy":
+        return str(model.model)
+    try:
+        path = _downloaded(model.model, model.revision, load_config.download_dir)
+        if any(file.suffix != ".json" for file in _files(path)):
+            return path
+        why = f"{path} holds no weights"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    if not model_revision:
+        msg = f"which weights {model.model!r} are cannot be told: set model_revision, and change it with them ({why})"
+        raise ConfigError(msg)
+    return str(model.model)
 
 
 class Adapters:
@@ -133,19 +152,24 @@ def adapter_path(path: str) -> str:
         return os.path.expanduser(path)  # noqa: PTH111  # as vLLM does: Path raises for an unknown user
     if Path(path).is_absolute() or Path(path).exists():
         return path
+    return _downloaded(path)
+
+
+def _downloaded(name: str, revision: str | None = None, folder: str | None = None) -> str:
+    # The files of a hub's name that are here. Raises OSError if there are none, ValueError if it is no such name.
     from huggingface_hub import snapshot_download  # a dependency of vLLM, which ``compat`` looks at first
     from vllm import envs
 
     if envs.VLLM_USE_MODELSCOPE:
-        msg = f"the adapter {path!r} is looked for at ModelScope: give its local path"
+        msg = f"{name!r} is looked for at ModelScope: give its local path"
         raise FileNotFoundError(msg)
-    return str(snapshot_download(path, local_files_only=True))
+    return str(snapshot_download(name, revision=revision, cache_dir=folder, local_files_only=True))
 
 
 def files_digest(path: str) -> str:
     """Hex digest over samples of every file of weights at ``path``; of the name alone if nothing is there.
 
-    A model named by its hub id is told apart by revision, which the caller adds. Raises OSError.
+    Raises OSError.
     """
     digest = hashlib.sha256()
     files = _files(path)
@@ -187,9 +211,9 @@ def _update_with_samples(digest: hashlib._Hash, file: Path) -> None:
     digest.update(size.to_bytes(8, "little"))
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        stride = max(size // _NUM_SAMPLES, _SAMPLE_BYTES)
-        for offset in range(0, size, stride):
-            digest.update(os.pread(descriptor, _SAMPLE_BYTES, offset))
+        sample_bytes = _SAMPLE_BYTES if size > _WHOLE_BYTES else _STRIDE_BYTES
+        for offset in range(0, size, _STRIDE_BYTES):
+            digest.update(os.pread(descriptor, sample_bytes, offset))
         digest.update(os.pread(descriptor, _SAMPLE_BYTES, max(0, size - _SAMPLE_BYTES)))
     finally:
         os.close(descriptor)
