@@ -17,6 +17,7 @@ import numpy.typing as npt
 from bench import orders
 from bench.load.histogram import Histogram
 from qkvault.client import StoreClient
+from qkvault.config import Config
 from qkvault.errors import QKVaultError
 from qkvault.image import (
     Header,
@@ -42,7 +43,7 @@ _SHARED: Final = 8  # chunks of a prompt that all of a family have
 _OWN: Final = 8  # chunks that come after
 _FAMILIES: Final = 16
 _MEMBERS: Final = 32  # prompts of a family
-_TIMEOUT_SECONDS: Final = 10.0
+_TIMEOUT_SECONDS: Final = Config().timeout_seconds  # as an engine: an answer after that is a failed call
 
 Bytes = npt.NDArray[np.uint8]
 R = TypeVar("R")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import socket
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -215,3 +217,20 @@ def test_a_disk_path_below_a_file_is_a_problem_not_the_end(machine, monkeypatch,
     monkeypatch.setenv("QKVAULT_DISK_PATH", str(tmp_path / "file" / "kv"))
     assert find(machine, "qkvault serve").verdict == "problem"
     assert "free at" in find(machine, "disk_path").value
+
+
+def test_a_server_that_hangs_was_none(machine, monkeypatch, tmp_path):
+    """B568: whoever listens and says nothing is a problem, and may hold the memory that a pool would take."""
+    monkeypatch.setenv("QKVAULT_TIMEOUT_SECONDS", "0.2")
+    monkeypatch.setenv("QKVAULT_RAM_BYTES", "9GiB")
+    address = f"unix://{tmp_path}/s"
+    monkeypatch.setenv("QKVAULT_LISTEN", address)
+    assert find(machine, "server")[1:3] == (f"none at {address}", "ok")
+    assert find(machine, "ram_bytes").verdict == "problem"
+    with closing(socket.socket(socket.AF_UNIX)) as listening:
+        listening.bind(f"{tmp_path}/s")
+        listening.listen()
+        finding = find(machine, "server")
+        assert finding[1:3] == ("cannot be asked", "problem")
+        assert "did not answer in 0.2 s" in finding.advice
+        assert find(machine, "ram_bytes").verdict == "ok"

@@ -19,7 +19,7 @@ import typer
 from qkvault.cli.config import FileOption, SetOption, split
 from qkvault.cli.output import JsonOption, print_json, print_table
 from qkvault.cli.store import AddressOption
-from qkvault.errors import ConfigError, QKVaultError, Unavailable, Unwelcome
+from qkvault.errors import ConfigError, DeadlineExceeded, QKVaultError, Unavailable, Unwelcome
 from qkvault.memory import cgroup_memory, huge_page_bytes, meminfo, read_text, require_available, transparent_mode
 from qkvault.units import approximate_size
 
@@ -202,8 +202,9 @@ def _server(config: Config, address: str | None) -> tuple[Finding, bool]:
         with closing(open_transport(config, "qkvault-doctor", address=where)) as transport:
             welcome = transport.welcome
     except QKVaultError as error:
-        if isinstance(error, Unwelcome) or not isinstance(error, Unavailable):
-            return Finding("server", "cannot be asked", "problem", str(error)), isinstance(error, Unwelcome)
+        is_there = isinstance(error, (Unwelcome, DeadlineExceeded))  # it does not take us, or is stopped or overloaded
+        if is_there or not isinstance(error, Unavailable):
+            return Finding("server", "cannot be asked", "problem", str(error)), is_there
         if (address or config.address) is None or config.autostart:
             return Finding("server", f"none at {where}"), False
         return Finding("server", f"none at {where}", "problem", f"{error}; start one with `qkvault serve`"), False
